@@ -135,7 +135,7 @@ def _main() -> int:
     # torch and transformers take seconds to import; report a broken recipe before that
     from agentfactory.launching.trainer_main import train
     from agentfactory.rollout.workers.worker_socket import WorkerDiedError
-    from agentfactory.trainers.processes.rendezvous import LaunchError
+    from agentfactory.trainers.processes.accelerator import LaunchError
     from agentfactory.trainers.sync.server_control import SyncError
 
     gc.freeze()

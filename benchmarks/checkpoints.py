@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.checkpoint import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner

@@ -47,7 +47,7 @@ from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
+from agentfactory.rollout.workers.rollout_worker import collect_rarely, event_loop
 from agentfactory.tools.sessions.toolset import open_toolset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -262,7 +262,7 @@ async def gateway_of(url: str, count: int) -> AsyncIterator[GatewayRunner]:
         async with (
             InferenceClient(url) as client,
             open_toolset(recipe, Path(folder)) as toolset,
-            Rewards.load([], Path(folder)) as rewards,
+            Rewards([], Path(folder)) as rewards,
             agent.gateway() as gateway,
         ):
             yield GatewayRunner(recipe, renderer, client, toolset, rewards, agent, gateway)

@@ -191,7 +191,7 @@ def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
                     "rollout": fields,
                 }
             )
-            rewards = Rewards.load(recipe.rewards, Path(folder))
+            rewards = Rewards(recipe.rewards, Path(folder))
             async with InferenceClient(url) as client, open_toolset(recipe, Path(folder)) as toolset:
                 runner = ChainRunner(recipe, make_renderer(make_tokenizer()), client, toolset, rewards)
 

@@ -217,8 +217,7 @@ def run_workers(folder: Path, url: str, chains: int, workers: int, turns: int, s
 
     from agentfactory.rollout.config import RolloutRecipe
     from agentfactory.rollout.inference.weight_versions import Published
-    from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-    from agentfactory.rollout.workers.worker_socket import Job
+    from agentfactory.rollout.workers.worker_socket import Job, RolloutWorkers
 
     groups = chains // GROUP
     data: dict[str, Any] = {"path": str(folder / "tasks.jsonl")}

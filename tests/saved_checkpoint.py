@@ -8,7 +8,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.checkpoint import CheckpointWriter
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import TRAINING_STATE, StateReader, settings_in
 

@@ -140,7 +140,7 @@ async def scripted_chains(
         serve_script(script, decode=used.decode if knows_stops else None) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
-        Rewards.load(recipe.rewards, folder) as rewards,
+        Rewards(recipe.rewards, folder) as rewards,
     ):
         if isinstance(agent, ClientAgent):
             async with agent, agent.gateway() as gateway:

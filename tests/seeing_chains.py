@@ -107,5 +107,5 @@ async def seeing(
         started = [await stack.enter_async_context(serve_seeing(script, vision, kind)) for _ in range(servers)]
         client = await stack.enter_async_context(InferenceClient([server.url for server in started], retry_seconds=5))
         toolset = await stack.enter_async_context(open_toolset(recipe, folder))
-        rewards = await stack.enter_async_context(Rewards.load(recipe.rewards, folder))
+        rewards = await stack.enter_async_context(Rewards(recipe.rewards, folder))
         yield Seeing(ChainRunner(recipe, renderer, client, toolset, rewards), renderer, started)

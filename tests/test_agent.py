@@ -17,7 +17,7 @@ from agentfactory import Agent, Outcome, reward, tool
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.rollout.chains.load_agent import load_agent
+from agentfactory.rollout.chains.agent_hooks import load_agent
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
 from agentfactory.rollout.trajectory import Trajectory
 from tests.conftest import QUICKSTART

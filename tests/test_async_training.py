@@ -17,8 +17,7 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-from agentfactory.rollout.workers.worker_socket import Job
+from agentfactory.rollout.workers.worker_socket import Job, RolloutWorkers
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.rl import Services, train_rl

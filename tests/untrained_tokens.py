@@ -16,8 +16,8 @@ from transformers import (
 
 from agentfactory.rollout.text.load_renderer import FormatTokens, make_renderer
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.proven_push import push_proven

@@ -40,7 +40,7 @@ class Opened:
 async def open_part(recipe: Recipe, folder: Path, images: Path) -> AsyncIterator[Opened]:
     """Open a part of a run's recipe; `folder` is the run's, and `images` the one with its images. Starts the tool
     servers, and runs the user's code. Raises what `open_toolset` and `load_renderer` raise."""
-    async with Rewards.load(recipe.rewards, folder) as rewards, open_toolset(recipe, folder, logger.debug) as toolset:
+    async with Rewards(recipe.rewards, folder) as rewards, open_toolset(recipe, folder, logger.debug) as toolset:
         renderer = load_renderer(
             recipe.model,
             recipe.rollout.parser,

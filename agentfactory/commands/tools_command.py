@@ -25,7 +25,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.rollout.evaluation.reward_trial import try_rewards
+from agentfactory.rollout.evaluation.evaluate import try_rewards
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name, use_hub_if_it_answers

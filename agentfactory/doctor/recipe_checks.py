@@ -24,7 +24,7 @@ from agentfactory.launching.placement import place
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluation.reward_trial import try_rewards
+from agentfactory.rollout.evaluation.evaluate import try_rewards
 from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
@@ -112,7 +112,7 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
         return
     yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
     # imported here, because it imports transformers
-    from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
+    from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
 
     # only an agent with its own loop knows its first prompt
     if has_tasks(recipe) and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):

@@ -97,9 +97,8 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     from transformers import AutoConfig
 
     from agentfactory.rollout.images.families import copy_processor
-    from agentfactory.trainers.networks.backbone import proof_rows
     from agentfactory.trainers.networks.lora import tie_equal, untie
-    from agentfactory.trainers.networks.network import class_of
+    from agentfactory.trainers.networks.network import class_of, proof_rows
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
     network = class_of(AutoConfig.from_pretrained(base, trust_remote_code=False)).from_pretrained(

@@ -36,8 +36,7 @@ from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.tokenizer import check_saved_chains, load_tokenizer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-from agentfactory.rollout.workers.worker_socket import Job
+from agentfactory.rollout.workers.worker_socket import Job, RolloutWorkers
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
@@ -53,7 +52,7 @@ from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.teachers.graded_rows import check_saved_prompts
+from agentfactory.trainers.teachers.teacher import check_saved_prompts
 from agentfactory.trainers.tracking import Tracking
 
 # named like the entry point, because the launcher's terminal shows its messages

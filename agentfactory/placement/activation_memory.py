@@ -21,11 +21,10 @@ from transformers import PreTrainedConfig
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.critic import ActorCritic, Role
-from agentfactory.trainers.networks.network import body_of, decoder_layers
+from agentfactory.trainers.networks.lora import table_of
+from agentfactory.trainers.networks.network import Backbone, body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
-from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.teachers.teacher import divergence, top_k_measure
 from agentfactory.trainers.update.optimizer import make_optimizer
 

@@ -15,10 +15,9 @@ from agentfactory.base.errors import SettingError
 from agentfactory.placement.server_memory import meta_network
 from agentfactory.rollout.model_hub import hub_answers, is_hub_name
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
 from agentfactory.trainers.networks.fp8 import fp8_linears
-from agentfactory.trainers.networks.network import text_layers
+from agentfactory.trainers.networks.network import resolve_batching, text_layers
 from agentfactory.trainers.networks.policy import Policy, make_policy
 from agentfactory.trainers.networks.vision_tower import adapted_modules, sees
 

@@ -235,7 +235,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         check_lengths(tasks, recipe.rollout, section)
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
-    Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+    Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
         # imported here, because it imports transformers
         from agentfactory.rollout.groups.teacher_context import check_answers
@@ -243,7 +243,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         check_answers("answer", tasks)
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
-        from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
+        from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
         if has_own_loop(agent):

@@ -117,7 +117,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
 
 
 def _load_user_code(recipe: Recipe) -> None:
-    Rewards.load(recipe.rewards, Path.cwd())
+    Rewards(recipe.rewards, Path.cwd())
     context = recipe.teacher.context if recipe.teacher is not None else None
     if context is not None and ".py:" in context:
         # imported here, because it imports transformers
@@ -128,7 +128,7 @@ def _load_user_code(recipe: Recipe) -> None:
     if recipe.rollout.agent is not None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
-        from agentfactory.rollout.chains.load_agent import check_own_loop, has_own_loop, load_agent
+        from agentfactory.rollout.chains.agent_hooks import check_own_loop, has_own_loop, load_agent
 
         if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
             check_own_loop(recipe.rollout, native)

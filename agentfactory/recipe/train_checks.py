@@ -22,7 +22,7 @@ from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom
 from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.loop.health import ordered_by
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.trainers.processes.launch_variables import check_launch_variables
+from agentfactory.trainers.processes import check_launch_variables
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 ADAPTED_TOWER = "--enable-tower-connector-lora"

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
 from agentfactory.rollout.token_row import Row
-from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.rollout.trajectory import Group
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),
@@ -131,14 +131,10 @@ def _recomputed(row: Row) -> int:
 
 def _equal_rewards(groups: list[Group]) -> float:
     """Return the share of groups whose rewards are all equal; lone chains are compared with each other."""
+    compared = [[chain for chain in group.trajectories if chain.reward is not None] for group in groups]
     if all(len(group.trajectories) == 1 for group in groups):
-        return float(_all_equal([group.trajectories[0] for group in groups]))
-    return fmean(_all_equal(group.trajectories) for group in groups)
-
-
-def _all_equal(chains: list[Trajectory]) -> bool:
-    rewards = {(chain.reward, *(chain.turn_rewards or ())) for chain in chains if chain.reward is not None}
-    return len(rewards) < 2
+        compared = [[chain for chains in compared for chain in chains]]
+    return fmean(len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains}) < 2 for chains in compared)
 
 
 def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -239,8 +239,7 @@ def _log_table(
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Remove possible secrets from a recipe: values of the tool servers' environment variables and headers, except a
-    plain `${NAME}`, and URL queries."""
+    """Remove possible secrets: values of tool servers' variables and headers, except `${NAME}`, and URL queries."""
     servers: dict[str, Any] = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)

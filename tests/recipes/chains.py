@@ -34,7 +34,7 @@ async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str],
         serve_seeing(script, renderer.images.vision) as server,
         InferenceClient(server.url, retry_seconds=5) as client,
         open_toolset(recipe, base) as toolset,
-        Rewards.load(recipe.rewards, base) as rewards,
+        Rewards(recipe.rewards, base) as rewards,
     ):
         runner = ChainRunner(recipe, renderer, client, toolset, rewards)
         await runner.check([task])

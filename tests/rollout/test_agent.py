@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.messages import ToolCall
-from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
-from agentfactory.rollout.chains.load_agent import load_agent
+from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn, load_agent
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed

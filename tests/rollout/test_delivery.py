@@ -20,10 +20,10 @@ from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.workers import worker_socket
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import (
     Delivered,
     Messages,
+    RolloutWorkers,
     WorkerDiedError,
     WorkerProcess,
     encode,

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from agentfactory.rollout.workers.event_loop import event_loop
+from agentfactory.rollout.workers.rollout_worker import event_loop
 
 SOCKETS = 60
 

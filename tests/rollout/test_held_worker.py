@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.processes.supervised import Inside
-from agentfactory.rollout.workers import worker_pool, worker_socket
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-from agentfactory.rollout.workers.worker_socket import Messages, Ready, WorkerDiedError, WorkerProcess, encode
+from agentfactory.rollout.workers import worker_socket
+from agentfactory.rollout.workers.worker_socket import (
+    Messages,
+    Ready,
+    RolloutWorkers,
+    WorkerDiedError,
+    WorkerProcess,
+    encode,
+)
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -83,7 +89,7 @@ def test_the_code_that_holds_up_a_worker_is_named_and_ended(
     assert caplog.messages[0].startswith("the rollout worker is not ready after ")
     assert f"s: {words}; see worker.log" in caplog.messages[0]
     assert answers == [Ready({}, "")]
-    monkeypatch.setattr(worker_pool, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(worker_socket, "STALL_SECONDS", 0.5)
     together = RolloutWorkers.__new__(RolloutWorkers)
     together._workers, together._evaluates = [end], True
     end.batches = []  # type: ignore[assignment]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from agentfactory.rollout.evaluation.intervals import Share, of_mean, of_proportion
+from agentfactory.rollout.evaluation.pass_at_k import Share, of_mean, of_proportion
 
 RATES = (0.01, 0.1, 0.5, 0.99)
 

@@ -126,7 +126,7 @@ async def training(
         serve_script(script, tells_model=True) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
-        Rewards.load(recipe.rewards, folder) as judges,
+        Rewards(recipe.rewards, folder) as judges,
     ):
         runner = ChainRunner(recipe, renderer, client, toolset, judges)
         rows = [{"question": "go", **task} for task in tasks]

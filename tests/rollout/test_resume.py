@@ -10,8 +10,7 @@ import pytest
 from agentfactory.rollout.config import CurriculumConfig, RolloutConfig
 from agentfactory.rollout.data import Share, TaskMix, TaskOrder
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.rollout.groups.open_group import OpenGroup
-from agentfactory.rollout.groups.producer import GroupProducer
+from agentfactory.rollout.groups.producer import GroupProducer, OpenGroup
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.weight_versions import Published

@@ -377,7 +377,7 @@ async def test_what_the_page_shows_works(tmp_path: Path) -> None:
     scored = []
     for text in blocks["yaml"]:
         recipe = RolloutRecipe.model_validate({"model": {"path": "x"}, **yaml.safe_load(text)})
-        async with Rewards.load(recipe.rewards, tmp_path) as rewards:
+        async with Rewards(recipe.rewards, tmp_path) as rewards:
             rewards.check(row)
             if recipe.rewards[0].reward != "judge":
                 chains = [replace(said(answer, tokens=2000), reward=0.0) for answer in ("4", "4", "five")]

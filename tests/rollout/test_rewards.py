@@ -16,7 +16,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data.notices import tell_null_fields
-from agentfactory.rollout.evaluation.reward_trial import try_rewards
+from agentfactory.rollout.evaluation.evaluate import try_rewards
 from agentfactory.rollout.rewards import RewardError, Rewards, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
@@ -94,7 +94,7 @@ def load(tmp_path: Path) -> Callable[..., Rewards]:
 
     def load(*entries: dict[str, Any] | str) -> Rewards:
         configs = [RewardConfig(**({"reward": entry} if isinstance(entry, str) else entry)) for entry in entries]
-        return Rewards.load(configs, tmp_path)
+        return Rewards(configs, tmp_path)
 
     return load
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.network import Backbone
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
-from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.processes.sharding import weights_of_rank_0
+from agentfactory.trainers.processes.accelerator import weights_of_rank_0
+from agentfactory.trainers.teachers.teacher import make_reference
 from tests.trainers.ranks import whole
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from agentfactory.base.files.disk import DiskError
-from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.checkpoint import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.processes import _WITHOUT_EFFECT
 from agentfactory.trainers.processes import accelerator as accelerator_module
-from agentfactory.trainers.processes.accelerator import check_launch, check_same_recipe, make_accelerator
-from agentfactory.trainers.processes.launch_variables import _WITHOUT_EFFECT
-from agentfactory.trainers.processes.rendezvous import LaunchError
+from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, check_same_recipe, make_accelerator
 from tests.forked import Forked
 from tests.saved_groups import write_groups
 from tests.trainers.conftest import Make, make_groups, on_cpu

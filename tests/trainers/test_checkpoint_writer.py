@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints import checkpoint_writer
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints import checkpoint
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints, CheckpointWriter
 from agentfactory.trainers.checkpoints.checkpoint_folder import verify
-from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner
@@ -58,8 +57,8 @@ def same_state(one: Path, other: Path) -> bool:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that the writing of checkpoints waits for."""
-    is_open, write = threading.Event(), checkpoint_writer.write_part
-    monkeypatch.setattr(checkpoint_writer, "write_part", lambda *arguments: is_open.wait() and write(*arguments))
+    is_open, write = threading.Event(), checkpoint.write_part
+    monkeypatch.setattr(checkpoint, "write_part", lambda *arguments: is_open.wait() and write(*arguments))
     yield is_open
     # a waiting thread would keep the test process alive
     is_open.set()
@@ -150,7 +149,7 @@ def test_an_error_of_the_writing_ends_the_run(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(checkpoint_writer, "_write_model", full)
+    monkeypatch.setattr(checkpoint, "_write_model", full)
     recipe = make_recipe(steps=9)
     checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
     checkpoints.train_state.finish(1, ["a"], seconds=1.0)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
-from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.teachers.teacher import make_reference
 from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
 from tests.trainers.scored import IDS, INPUTS, disturb, score, scores_of

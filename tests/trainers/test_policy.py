@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
-from agentfactory.trainers.networks.backbone import resolve_batching
+from agentfactory.trainers.networks.network import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.conftest import Make
 from tests.trainers.float64 import assert_equal, in_float64

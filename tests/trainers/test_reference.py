@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
-from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_reference
 from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.teachers.teacher import FrozenPolicy, make_reference
 from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
 from tests.trainers.scored import INPUTS, disturb, scores_of

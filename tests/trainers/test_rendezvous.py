@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.processes.rendezvous import LaunchError, init_method
+from agentfactory.trainers.processes.accelerator import LaunchError, init_method
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
-from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
-from agentfactory.trainers.teachers.teacher import top_k_divergence
+from agentfactory.trainers.teachers.teacher import check_saved_prompts, is_graded, top_k_divergence
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.trainers.conftest import VOCABULARY, Make, make_row, on_cpu

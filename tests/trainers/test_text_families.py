@@ -11,8 +11,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import check_lengths, position_limit
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.backbone import resolve_batching
-from agentfactory.trainers.networks.network import apply_options
+from agentfactory.trainers.networks.network import apply_options, resolve_batching
 from agentfactory.trainers.networks.policy import Policy, check_head
 from tests.text_families import FAMILIES, ROTATED, rows_of_many_lengths, scores_alone, tiny_network
 

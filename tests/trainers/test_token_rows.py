@@ -16,12 +16,11 @@ from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
-from agentfactory.trainers.networks.frozen_policy import make_reference
-from agentfactory.trainers.networks.lora import adapters_off, rows_of
+from agentfactory.trainers.networks.lora import TokenNeeds, adapters_off, find_alike, rows_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike
 from agentfactory.trainers.sync.canary import canary_rows, with_tokens
 from agentfactory.trainers.sync.server_control import SyncError
+from agentfactory.trainers.teachers.teacher import make_reference
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy

@@ -14,7 +14,7 @@ from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.tool_loop import ToolLoop, Turns
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.evaluation.intervals import Interval, Share, of_mean, of_proportion
+from agentfactory.rollout.evaluation.pass_at_k import Interval, Share, of_mean, of_proportion
 from agentfactory.rollout.trajectory import StopReason, Trajectory
 from agentfactory.tools.sessions.tool_session import ToolSession
 

@@ -384,8 +384,7 @@ class ChainRunner(Runner):
         await super().check(tasks, section)
 
     def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
-        """Raise SettingError if no prompt fits into rollout.max_total_tokens, and warn if some do not, without
-        images."""
+        """Raise SettingError if no prompt without images fits into rollout.max_total_tokens; warn if some do not."""
         check_lengths(tasks, self.setup.config, section)
         # an environment, a system prompt or a user's own hooks may give the task
         if not self.toolset.environments and not self.setup.config.system_prompt and type(self.agent) is AgentHooks:

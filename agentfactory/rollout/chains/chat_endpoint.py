@@ -73,10 +73,8 @@ class ChatEndpoint(InferenceClient):
         if root == self.urls[0]:
             return None
         try:
-            status, text, _ = await self.connection.request("GET", root + "/openapi.json")
+            status, text = await self._try(root, "GET", root + "/openapi.json")
             paths = set(json.loads(text)["paths"]) if status == 200 else set()
-        except LostError as error:
-            raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError):
             return None  # a web page, not an API
         return await self.connection.models(root) if set(NEEDED_ROUTES) <= paths else None
@@ -87,11 +85,9 @@ class ChatEndpoint(InferenceClient):
             return
         url = self.urls[0] + "/models"
         try:
-            status, text, _ = await self.connection.request("GET", url)
+            status, text = await self._try(self.urls[0], "GET", url)
             cards = json.loads(text)["data"] if status == 200 else []
             names = [str(card["id"]) for card in cards if not card.get("parent")]
-        except LostError as error:
-            raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ChatEndpointError("--model", f"{url} returned no list of models ({error!r})", "set it") from None
         if status in (401, 403):
@@ -111,18 +107,18 @@ class ChatEndpoint(InferenceClient):
             body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
             if body in tried:
                 continue  # eval.request sets the temperature
-            status, text = await self._try(url, body)
+            status, text = await self._try(url, "POST", url, json.dumps(body).encode())
             if self._names_limit_otherwise(status, text, body):
                 body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
-                status, text = await self._try(url, body)
+                status, text = await self._try(url, "POST", url, json.dumps(body).encode())
             self._check_trial(url, status, text, bool(specs))
             tried.append(body)
 
-    async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
+    async def _try(self, server: str, method: str, url: str, body: bytes | None = None) -> tuple[int, str]:
         try:
-            return (await self.connection.request("POST", url, json.dumps(body).encode()))[:2]
+            return (await self.connection.request(method, url, body))[:2]
         except LostError as error:
-            raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+            raise ServerUnreachableError(f"no server answers at {server}: {error}") from error
 
     def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
         """Return whether the endpoint refused `max_tokens`; if so, later requests use max_completion_tokens."""

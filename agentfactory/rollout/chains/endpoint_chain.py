@@ -180,7 +180,7 @@ async def open_chat_runner(
     check_recipe(recipe)
     server = recipe.server
     async with (
-        Rewards.load(recipe.rewards, base) as rewards,
+        Rewards(recipe.rewards, base) as rewards,
         ChatEndpoint(url, model, server.api_key_env, server.retry_seconds, recipe.eval.request) as endpoint,
         open_toolset(recipe, base) as toolset,
     ):

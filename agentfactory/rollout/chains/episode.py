@@ -129,8 +129,7 @@ class Timeline:
             self.note(activity, start, time.monotonic(), turn, name)
 
     def running_at(self, moment: float) -> tuple[Stretch, float] | None:
-        """Return the recorded activity that ran the longest at this time of `time.monotonic()`, and its seconds until
-        then; None if none did."""
+        """Return the activity that ran longest at this `time.monotonic()`, and its seconds until then, or None."""
         at = moment - self._began
         running = [stretch for stretch in self._stretches if stretch.start <= at <= stretch.end + _LEAST_WAIT]
         first = min(running, key=lambda stretch: stretch.start, default=None)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.images.image_intake import Images, ShownImages, TextOnly
-from agentfactory.rollout.images.image_requests import RequestImages
+from agentfactory.rollout.images.image_intake import Images, RequestImages, ShownImages, TextOnly
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
@@ -35,8 +34,7 @@ class TurnBudget:
     row: int
 
     def left(self, length: int, sampled: int = 0) -> int:
-        """Return how many tokens a turn with `sampled` tokens may still sample after a sequence of `length` tokens.
-        Raise ContextOverflowError if none."""
+        """Return how many tokens a turn of `sampled` may still add to `length`. Raise ContextOverflowError if none."""
         if (left := min(self.turn - sampled, self.row - length)) < 1:
             raise ContextOverflowError(f"no token is left after {length}; the row limit is {self.row}")
         return left

@@ -1,5 +1,4 @@
-"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains; and the
-fixes for rows in the layouts of other projects."""
+"""Messages, calls and tools of rows in the OpenAI format, checked and brought to our form; fixes for other layouts."""
 
 import json
 import re

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -85,10 +86,7 @@ def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
 
 
 def tell_shared_tasks(training: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]], section: str) -> None:
-
-    def text_of(task: dict[str, Any]) -> str:
-        return json.dumps(task, sort_keys=True, default=repr)
-
+    text_of = partial(json.dumps, sort_keys=True, default=repr)
     known = {hash(text_of(task)) for task in training}
     shared = [number for number, task in enumerate(held_out, 1) if hash(text_of(task)) in known]
     if shared:

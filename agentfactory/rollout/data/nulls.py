@@ -57,14 +57,6 @@ def drop_from_schema(schema: Any, nulls: Nulls, columnar: bool) -> Any:
     return kept
 
 
-def drop_from_arguments(arguments: dict[str, Any], spec: ToolSpec, nulls: Nulls) -> dict[str, Any]:
-    """Return a call's arguments without the nulls, at any depth, that the tool's schema neither declares nor allows."""
-    # a tool without parameters takes none
-    schema = {"properties": {}, **spec.parameters}
-    pruned: dict[str, Any] = _prune(arguments, [schema], schema, nulls)
-    return pruned
-
-
 def count_nulls(value: Any) -> int:
     """Return the number of null fields in a value, at any depth."""
     count, named = 0, isinstance(value, dict)
@@ -82,12 +74,14 @@ def nulls_in_calls(messages: Sequence[Message]) -> int:
 
 
 def drop_from_call(call: dict[str, Any], tools: Mapping[str, ToolSpec], nulls: Nulls) -> dict[str, Any]:
-    """Return a call without the nulls that its tool does not allow. The nulls of an unknown tool's call are kept."""
+    """Return a call without the nulls, at any depth, that its tool's schema does not allow; unknown tools' are kept."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name not in tools:
         nulls.kept += count_nulls(arguments)
     elif count_nulls(arguments):
-        arguments = drop_from_arguments(arguments, tools[name], nulls)
+        # a tool without parameters takes none
+        schema = {"properties": {}, **tools[name].parameters}
+        arguments = _prune(arguments, [schema], schema, nulls)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 

@@ -2,10 +2,10 @@
 
 import random
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 from agentfactory.rollout.data.load import Task
 
@@ -83,7 +83,7 @@ class TaskMix:
         self.seed = seed
         self._blocks: list[tuple[list[int], list[int]]] = []
         """Per block, the source at each position, and the position in this source's own order."""
-        self._drawn: Counter[int] = Counter()
+        self._drawn: dict[int, Iterator[int]] = defaultdict(count)
         self._starts = [0, *accumulate(len(order.tasks) for order in orders)]
 
     def source(self, position: int) -> int:
@@ -112,8 +112,4 @@ class TaskMix:
     def _draw(self) -> None:
         draws = random.Random(f"sources/{self.seed}/{len(self._blocks)}")
         sources = draws.choices(range(len(self.orders)), self.weights, k=self._BLOCK)
-        positions = []
-        for source in sources:
-            positions.append(self._drawn[source])
-            self._drawn[source] += 1
-        self._blocks.append((sources, positions))
+        self._blocks.append((sources, [next(self._drawn[source]) for source in sources]))

@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out tasks, by the same chains as in training, sampled and greedy."""
+"""Evaluation of a policy on held-out tasks, by chains as in training, and a trial of its rewards on dummy answers."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentfactory.base.http.proxies import Proxy
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.rollout.chains.agent_hooks import AgentHooks
+from agentfactory.rollout.chains.agent_hooks import AgentHooks, has_own_loop, load_agent
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
-from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
@@ -45,17 +45,13 @@ async def open_runner(
     objects: Sequence[Any] = (),
     rewards: Rewards | None = None,
     agent: AgentHooks | None = None,
-    processes: int = 1,
     images: Path | None = None,
-    proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe` with the servers at `urls`. `objects` are further tools; `rewards` and
-    `agent` replace the recipe's; `processes` share the machine's memory; `images` is the folder for images."""
+    `agent` replace the recipe's; `images` is the folder for images."""
     async with (
-        _connected(recipe, urls, images, proxy) as (client, folder),
-        _open_chains(
-            recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent, processes=processes
-        ) as runner,
+        _connected(recipe, urls, images) as (client, folder),
+        _open_chains(recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent) as runner,
     ):
         yield runner
 
@@ -71,7 +67,7 @@ async def open_sources(
     images: Path | None = None,
     proxy: Proxy | None = None,
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
-    """Open the runners of the parts in `loaded`, with common connections: see open_runner and open_all."""
+    """Open the runners of the parts in `loaded`, as open_runner and open_all do; `processes` share the memory."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
     async with _connected(recipe, urls, images, proxy) as (client, folder):
@@ -85,7 +81,7 @@ async def open_sources(
 
 @asynccontextmanager
 async def _connected(
-    recipe: RolloutRecipe, urls: str | Sequence[str], images: Path | None, proxy: Proxy | None
+    recipe: RolloutRecipe, urls: str | Sequence[str], images: Path | None, proxy: Proxy | None = None
 ) -> AsyncIterator[tuple[InferenceClient, Path]]:
     """Connect to the servers at `urls`, and open the folder for images (None: a temporary one)."""
     server = recipe.server
@@ -112,7 +108,7 @@ async def _open_chains(
     acting: Any = agent or load_agent(recipe.rollout.agent, base)
     rollout = recipe.rollout
     async with (
-        rewards or Rewards.load(recipe.rewards, base) as used,
+        rewards or Rewards(recipe.rewards, base) as used,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         # chains with tools need more template probes; an agent may bring its own tools
@@ -347,3 +343,19 @@ def run_rollout(
     metrics = mean_figures(groups)
     log({f"rollout/{key}": value for key, value in metrics.items()})
     return metrics, looks
+
+
+async def try_rewards(
+    recipe: RolloutRecipe, base: Path, tasks: Sequence[Task], environment: EnvironmentReward | None
+) -> list[str]:
+    """Call every reward of the recipe on a dummy answer to each task, and return the problems; see Rewards.try_on. If
+    the agent is a program, `workspace` is a folder as its chains begin with, removed after the call."""
+    faults, agent = [], recipe.rollout.agent
+    async with Rewards(recipe.rewards, base) as rewards:
+        folder_of = None
+        if rewards.takes("workspace") and agent is not None and agent.command:
+            folder_of = load_agent(agent, base).first_folder
+        for number, task in enumerate(tasks, 1):
+            async with folder_of(task) if folder_of is not None else nullcontext() as workspace:
+                faults += await rewards.try_on(number, task, environment, workspace)
+    return faults

@@ -282,7 +282,8 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     for (outcome, _), count in look.endings.items():
         outcomes[outcome] += count
     ends = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    lines.append(f"ends: {ends}{_failure(look)}")
+    failed = Counter({ending: count for ending, count in look.endings.items() if ending[1]})
+    lines.append(f"ends: {ends}{f'; {commonest_ending(failed, look.chains)}' if failed else ''}")
     lines.append(f"rewards: {_rewards(look)}")
     sampled = "" if look.tokens is None else f"{look.tokens:.0f} tokens sampled"
     rows = f"{look.row_tokens:.0f} with prompts and results" if look.row_tokens else ""
@@ -313,11 +314,6 @@ def _first_turns(look: Look) -> str:
         more = " more" if look.formats else ""
         told.append(f"{look.named}{more} {names} a tool without a call that a format reads")
     return ", ".join(told)
-
-
-def _failure(look: Look) -> str:
-    failed = Counter({ending: count for ending, count in look.endings.items() if ending[1]})
-    return f"; {commonest_ending(failed, look.chains)}" if failed else ""
 
 
 def _rewards(look: Look) -> str:

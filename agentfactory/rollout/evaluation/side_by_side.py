@@ -3,14 +3,15 @@
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.evaluation.intervals import Share, of_mean
-from agentfactory.rollout.evaluation.pass_at_k import Estimate
+from agentfactory.rollout.evaluation.pass_at_k import Estimate, Share, of_mean
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Trajectory
@@ -77,12 +78,11 @@ def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dic
 
 def _means(path: Path) -> TaskMeans:
     groups = [(g.id, _as_text(g.task), _mean(g.trajectories)) for g in read_groups(path)]
-    seen: dict[str, int] = defaultdict(int)
+    seen: dict[str, Iterator[int]] = defaultdict(count)
     found = {}
     # in the order of the tasks, and not of their ends
     for _, task, means in sorted(groups, key=lambda group: group[0]):
-        found[task, seen[task]] = means
-        seen[task] += 1
+        found[task, next(seen[task])] = means
     return found
 
 

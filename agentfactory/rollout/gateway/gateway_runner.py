@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 from agentfactory.base.messages import own_copy
-from agentfactory.rollout.chains.agent_hooks import AgentFailed
+from agentfactory.rollout.chains.agent_hooks import AgentFailed, check_own_loop
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.load_agent import check_own_loop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit

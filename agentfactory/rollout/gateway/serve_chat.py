@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from agentfactory.rollout.chains.load_agent import check_native
+from agentfactory.rollout.chains.agent_hooks import check_native
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_server import Asking, Endpoint, Gateway

@@ -1,6 +1,4 @@
-"""A filter of groups by their training signal, as a pure function of their chains, with counts of filtered groups.
-Advantages compare the chains of a group. A group has a training signal if at least two of its chains count (they are
-scored, see OutcomePolicy), their rewards differ, and at least one of them is trained, not only part of the baseline."""
+"""A filter of groups by their training signal, as a pure function of their chains, with counts of filtered groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ common with hard tasks: if one chain in a hundred succeeds, 23 of 25 groups of 8
 
 
 class Worth(StrEnum):
-    """The training signal of a group."""
+    """The training signal of a group, whose chains advantages compare."""
 
     TEACHES = "teaches"
     EQUAL = "equal"
@@ -58,8 +56,7 @@ class GroupFilter:
     _chains: int = 0
 
     def judge(self, chains: Sequence[Trajectory], config: RolloutConfig | None = None) -> Worth:
-        """Judge a complete group: TEACHES, LOST, or EQUAL if `rollout.equal_rewards` filters it, by its source's
-        `config`."""
+        """Judge a complete group by its source's `config`; EQUAL only if `rollout.equal_rewards` filters such ones."""
         found = worth(chains, config or self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES

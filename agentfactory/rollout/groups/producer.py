@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
+from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError, begin
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import (
     CurriculumConfig,
@@ -17,16 +18,15 @@ from agentfactory.rollout.config import (
     OutcomePolicy,
     RolloutConfig,
 )
-from agentfactory.rollout.data import WHOLE, Place, Share, TaskMix
+from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskMix
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
-from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
+from agentfactory.rollout.groups.group_files import Delivered, EncodedGroup, append_group, encode_group
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
-from agentfactory.rollout.groups.open_group import OpenGroup, State
-from agentfactory.rollout.groups.resumed_positions import Resumed
+from agentfactory.rollout.groups.resumed_positions import Pending, Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.sources import Source
-from agentfactory.rollout.trajectory import Group, Judged, Outcome
+from agentfactory.rollout.trajectory import Group, Judged, Outcome, Trajectory, chain_id
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,88 @@ LATE_SECONDS = 60.0
 MIXING_GROUPS = 16
 """Number of groups over which a source's success rate is averaged."""
 _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
+
+
+class State(StrEnum):
+    """The state of a group."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    """All chains have ended and are saved; the group waits for a batch."""
+    DELIVERED = "delivered"
+    """The group is in a batch, with the chains that had ended."""
+    CANCELLED = "cancelled"
+    """The group became too old for any later batch."""
+    DROPPED = "dropped"
+
+
+_NEXT = {
+    State.RUNNING: {State.COMPLETE, State.DELIVERED, State.CANCELLED},
+    State.COMPLETE: {State.DELIVERED, State.CANCELLED, State.DROPPED},
+}
+
+
+class OpenGroup:
+    """The chains of one task, and the group's state. `running` are the indices of the chains that have not ended."""
+
+    def __init__(self, place: Place, task: Task, version: int, size: int, source: str = "") -> None:
+        """Create a group of `size` chains. `version` is the current policy version; for `source` see Group."""
+        self.place = place
+        self.source = source
+        self.task = task
+        self.version = version
+        self.chains = [begin(chain_id(place.group_id, index)) for index in range(size)]
+        self.running = set(range(size))
+        self.state = State.RUNNING
+        self.oldest: int | None = None
+        """Policy version when the first turn of any chain was requested; no token is older."""
+        self.runs: asyncio.Task[None] | None = None
+        self.saved: EncodedGroup | None = None
+        """The group's bytes in its files, if this run saved it."""
+
+    @classmethod
+    def resumed(cls, pending: Pending) -> "OpenGroup":
+        group = cls(pending.place, pending.group.task, pending.group.version, 0, pending.group.source)
+        group.chains, group.oldest = pending.group.trajectories, pending.oldest
+        group.move(State.COMPLETE)
+        return group
+
+    @property
+    def id(self) -> str:
+        return self.place.group_id
+
+    @property
+    def ended(self) -> list[Trajectory]:
+        return [chain for index, chain in enumerate(self.chains) if index not in self.running]
+
+    @property
+    def left(self) -> list[Trajectory]:
+        return [self.chains[index] for index in sorted(self.running)]
+
+    def move(self, state: State) -> None:
+        """Change the state. Raise ValueError if the transition is not allowed."""
+        if state not in _NEXT.get(self.state, ()) or (state is State.COMPLETE and self.running):
+            raise ValueError(
+                f"group {self.id} ({self.state}, {len(self.running)} running chains) cannot become {state}"
+            )
+        self.state = state
+
+    def note_turn(self, version: int) -> None:
+        """Record that a chain requests a turn while the policy has `version`."""
+        if self.oldest is None:
+            self.oldest = version
+
+    def retry(self, index: int) -> None:
+        self.chains[index] = begin(chain_id(self.id, index, retry=True))
+
+    def end(self, index: int) -> None:
+        """Record that a chain has ended. Raise ValueError if the chain does not run."""
+        if self.state is not State.RUNNING or index not in self.running:
+            raise ValueError(f"chain {index} of group {self.id}, which is {self.state}, does not run")
+        self.running.discard(index)
+
+    def as_group(self) -> Group:
+        return Group(self.id, self.task, self.chains, self.version, self.source)
 
 
 class GroupProducer:

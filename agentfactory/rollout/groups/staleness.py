@@ -143,7 +143,9 @@ class BatchChoice:
         return self._chosen(train, [group for group in last_chance if group not in train])
 
     def _without_stale(self, complete: list[Candidate]) -> Choice | None:
-        stale = [group for group in complete if not self._is_fresh(group)]
+        # without a token that is young enough for the current batch
+        most = self.admission.max_staleness
+        stale = [group for group in complete if group.newest is not None and self._age(group.newest) > most]
         fresh = [group for group in complete if group not in stale]
         if not self.is_due(len(fresh)):
             return Choice([], [group.id for group in stale]) if stale else None
@@ -157,10 +159,6 @@ class BatchChoice:
     def _expires(self, group: Candidate) -> bool:
         """Return whether the group would be too old for the next version's batch."""
         return self._batches_left(group) == 0
-
-    def _is_fresh(self, group: Candidate) -> bool:
-        """Return whether a token of the group is young enough for the current batch."""
-        return group.newest is None or self._age(group.newest) <= self.admission.max_staleness
 
     def _batches_left(self, group: Candidate) -> int:
         """Return how many batches after the current one can still take the group."""

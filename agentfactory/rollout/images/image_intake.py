@@ -1,10 +1,11 @@
-"""Intake of a run's images: images of tasks and tools are resized for the model and stored."""
+"""Intake of a run's images: those of tasks and tools are resized for the model, stored, and sent once per server."""
 
 import asyncio
 import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -15,7 +16,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.images import parts
 from agentfactory.rollout.images.image_tokens import Grid, Vision
-from agentfactory.rollout.images.parts import has_images, image_part, image_urls, map_parts
+from agentfactory.rollout.images.parts import data_url, image_part, image_urls, map_parts
 from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
@@ -49,7 +50,8 @@ class ShownImages:
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
         """Take many rows, with or without images, as `take_task` does. Blocking."""
         return [
-            self._take_task(task, source, number) if has_images(task) else task for number, task in enumerate(tasks, 1)
+            self._take_task(task, source, number) if parts.images_of_row(task) else task
+            for number, task in enumerate(tasks, 1)
         ]
 
     def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
@@ -136,18 +138,15 @@ class ShownImages:
         with self.store.open(digest) as file:
             return self.vision.grid(Image.open(file))
 
-    def images_of(self, messages: Sequence[Message]) -> list[tuple[str, Grid]]:
-        """Return (digest, grid) of the stored images in messages, in order. Raise ValueError if one is not stored."""
+    def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
+        """Expand the images in `ids`, the ids of `messages`, to their image tokens. Return the ids and image spans.
+        Raise ValueError if an image is not stored."""
         found: list[tuple[str, Grid]] = []
         for url in image_urls(messages) if self.shows else ():
             if (digest := stored_digest(url)) is None:
                 raise ValueError(f"a message has the image {url!r:.100}, which was not stored")
             found.append((digest, self.grid(digest)))
-        return found
-
-    def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
-        """Expand the images in `ids`, the ids of `messages`, to their image tokens. Return the ids and image spans."""
-        return self.vision.expand(ids, self.images_of(messages))
+        return self.vision.expand(ids, found)
 
     def expand_row(self, row: Row, messages: Sequence[Message]) -> Row:
         """Expand the images in a row for supervised training to their image tokens, which are context."""
@@ -224,3 +223,62 @@ class TextOnly:
 
 Images = ShownImages | TextOnly
 """The image intake of a run's model."""
+
+
+_SENT = 16_384
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images in a request's `ids`, in which images are expanded to their tokens."""
+
+    ids: Sequence[int]
+    spans: Sequence[ImageSpan]
+    shown: ShownImages
+
+    def collapsed(self) -> list[int]:
+        """Return the ids with one token per image, as the server expects them."""
+        return self.shown.vision.collapse(self.ids, self.spans)
+
+    async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
+        """Return the request's `content_parts`: the data of images that are not in `sent`, only digests of others."""
+        digests = [span.digest for span in self.spans]
+        new = [digest for digest in dict.fromkeys(digests) if digest not in sent]
+        read = await asyncio.to_thread(self._data, new) if new else {}
+        return [{"type": "image_url", "url": read.get(digest), "uuid": digest} for digest in digests]
+
+    def _data(self, digests: Sequence[str]) -> dict[str, str]:
+        return {digest: data_url(self.shown.store.png(digest)) for digest in digests}
+
+    def fault(self, prompt_ids: Any) -> str | None:
+        """Return the problem if the prompt ids that the server reports differ from the request's, else None."""
+        if prompt_ids == list(self.ids):
+            return None
+        told = f"{len(prompt_ids)} other tokens" if isinstance(prompt_ids, list) else "none"
+        return (
+            f"the request has {len(self.ids)} tokens with {len(self.spans)} images, but the server reports {told}: it "
+            "resizes images differently, or takes other tokens for images"
+        )
+
+
+class SentImages:
+    """The digests of the last _SENT images sent to a server, which may have evicted them since."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._digests
+
+    def note(self, spans: Sequence[ImageSpan]) -> None:
+        """Record that the server has these images."""
+        for span in spans:
+            self._digests[span.digest] = None
+            self._digests.move_to_end(span.digest)
+        while len(self._digests) > _SENT:
+            self._digests.popitem(last=False)
+
+    def forget(self, spans: Sequence[ImageSpan]) -> None:
+        """Record that the server lacks these images."""
+        for span in spans:
+            self._digests.pop(span.digest, None)

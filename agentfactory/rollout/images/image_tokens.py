@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -106,10 +106,6 @@ class Vision(ABC):
         return [*collapsed, *ids[place:]]
 
 
-def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
-    return [replace(span, offset=span.offset + by) for span in spans]
-
-
 @dataclass(frozen=True)
 class PatchVision(Vision):
     """Image processing of a patch family: each block of `merge_size` x `merge_size` patches is one image token."""
@@ -121,8 +117,7 @@ class PatchVision(Vision):
     frames: int = 1
     """Factor by which the processor counts pixels in its limits: GLM's counts each once per frame of a video patch."""
     grows: bool = False
-    """True if an image with a side shorter than a token's is enlarged as a whole, as in GLM, instead of only that side.
-    """
+    """True if an image with a side shorter than a token's is enlarged as a whole, as in GLM, not only that side."""
 
     @property
     def sizes(self) -> SizeRule:

@@ -77,10 +77,6 @@ def images_of_row(task: dict[str, Any]) -> list[Any]:
     return [*(task.get("images") or ()), *image_urls(_dicts(messages if isinstance(messages, list) else ()))]
 
 
-def has_images(task: dict[str, Any]) -> bool:
-    return bool(images_of_row(task))
-
-
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
     """Normalize the images of a row: `images` becomes a list, and content parts have the types `text`, `image_url` and
     `image` (one of `images`). Paths are relative to `base`. Raise ValueError for other media or numbers."""

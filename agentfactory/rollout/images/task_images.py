@@ -9,7 +9,7 @@ from agentfactory.base.messages import ToolSpec, is_finite_number
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import view_of, why_no_images
 from agentfactory.rollout.images.image_intake import Images, ShownImages
-from agentfactory.rollout.images.parts import has_images, texts_of
+from agentfactory.rollout.images.parts import images_of_row, texts_of
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
 from agentfactory.tools.images.decode import size_of
 
@@ -33,7 +33,7 @@ class TaskImages:
     async def check(self, tasks: Sequence[Task], section: str, rewards_take: Takes) -> None:
         """Check `tasks`, the rows of `section`. Raise SettingError for an unusable image, for a box or point that
         cannot be converted, and for rewards that need an unknown coordinate system."""
-        if any(map(has_images, tasks)):
+        if any(map(images_of_row, tasks)):
             await asyncio.to_thread(self._seeing(section).check_tasks, tasks, self._recipe.limits.images, section)
         for number, task in enumerate(tasks, 1):
             state_places(task, self.view, self._recipe.model.path, section, number)
@@ -44,11 +44,10 @@ class TaskImages:
         """Prepare a row of `section` for its chains: store its images once, and convert boxes and points in its text to
         the model's coordinates. Raise SettingError, with the number `row`, for unusable ones."""
         task = state_places(task, self.view, self._recipe.model.path, section, row)
-        return await self._seeing(section).take_task(task, section, row) if has_images(task) else task
+        return await self._seeing(section).take_task(task, section, row) if images_of_row(task) else task
 
     def for_tools(self, task: Task, tools_take: Takes) -> Task:
-        """Add the coordinate system as `model_view` to a row if a reset takes it. Raise SettingError if it is
-        unknown."""
+        """Add the coordinate system as `model_view` to a row if a reset takes it; raise SettingError if unknown."""
         if not tools_take(VIEW_FIELD):
             return task
         if self.view is None:
@@ -70,20 +69,15 @@ MARK = "<bbox>"
 """Placeholder of a box or point in the text of a row with `objects` (ms-swift)."""
 
 
-def has_places(task: dict[str, Any]) -> bool:
-    objects = task.get("objects")
-    if not isinstance(objects, dict) or objects.get("bbox") is None:
-        return False
-    return any(MARK in text for text in texts_of(task, with_turns=True))
-
-
 def state_places(
     task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
 ) -> dict[str, Any]:
     """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
     coordinates. An entry is a box or point in pixels (`objects.bbox_type: norm1`: fractions of the sides) of the image
     with the number in `objects.image_id`. Raise SettingError with the `row` for invalid or unknown ones."""
-    if not has_places(task):
+    objects = task.get("objects")
+    has_places = isinstance(objects, dict) and objects.get("bbox") is not None
+    if not has_places or not any(MARK in text for text in texts_of(task, with_turns=True)):
         return task
     if view is None:
         raise unknown_way(model, "its rows state")

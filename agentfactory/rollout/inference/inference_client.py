@@ -30,7 +30,7 @@ from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.images.image_requests import RequestImages, SentImages
+    from agentfactory.rollout.images.image_intake import RequestImages, SentImages
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class InferenceClient:
             await self._wait_to_retry(retries, url, problem)
 
     def _sent_to(self, url: str, rank: int | None) -> "SentImages":
-        from agentfactory.rollout.images.image_requests import SentImages
+        from agentfactory.rollout.images.image_intake import SentImages
 
         return self._sent.setdefault((url, rank), SentImages())
 

@@ -72,8 +72,7 @@ class RewardSpec:
         return f"{self.label}.timeout_seconds={self.timeout_seconds:g}"
 
     async def ask(self, offered: dict[str, Any], task: Task, limit: Deadline | None = None) -> Any:
-        """Call the function on copies of its arguments. Raise RewardError if it raises, or exceeds its or `limit`'s
-        time."""
+        """Call the function on copies of arguments. Raise RewardError if it raises, or exceeds its time or `limit`."""
         rest = {**task, **self.options}
         given = {**rest, **offered}
         names = {*self.parameters, *(rest.keys() - offered if _takes_row(self.parameters) else ())}

@@ -58,10 +58,6 @@ class Rewards:
             if before := sum(other.name == entry.name for other in self._entries[:index]):
                 self._entries[index] = replace(entry, name=f"{entry.name}_{before + 1}")
 
-    @classmethod
-    def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
-        return cls(rewards, base)
-
     @property
     def is_empty(self) -> bool:
         """True if chains have only the reward of an environment, or one that their program reports."""
@@ -172,7 +168,11 @@ class Rewards:
         if not members or not self.has_group_rewards:
             return
         try:
-            totals = await self._judge_together(members, task)
+            totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
+            for entry in (entry for entry in self._entries if entry.group):
+                verdicts = entry.parse_group(await entry.ask(_offered_together(members), task), len(members))
+                for member, total, verdict in zip(members, totals, verdicts, strict=True):
+                    total.add(self._weighted(entry, entry.parse(verdict, member)))
         except Exception as error:  # boundary: user code
             logger.exception("a group reward failed for chains %s", ", ".join(member.id for member in members))
             for member in members:
@@ -182,14 +182,6 @@ class Rewards:
         for member, total in zip(members, totals, strict=True):
             member.reward, member.turn_rewards = total.reward, total.turn_rewards
             member.metrics |= total.metrics
-
-    async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
-        totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
-        for entry in (entry for entry in self._entries if entry.group):
-            verdicts = entry.parse_group(await entry.ask(_offered_together(members), task), len(members))
-            for member, total, verdict in zip(members, totals, verdicts, strict=True):
-                total.add(self._weighted(entry, entry.parse(verdict, member)))
-        return totals
 
     def _known(self, metrics: Mapping[str, float]) -> dict[str, float]:
         known = {}

@@ -2,8 +2,7 @@
 of the lengths of its parts (_LENGTHS), then the parts: JSON and, for a group, the saved bytes. Rank 0 starts the worker
 with one end of the pair, to which no other process can connect, and sends `start`. The worker answers `ready`, then
 sends the groups of each batch, followed by `batch`. It sends a batch only once the weights that the batch will train
-are live, so that its tokens do not become staler in between. Each end detects the other's death because the socket
-closes."""
+are live, so that its tokens do not become staler in between. Each end detects the other's death by a closed socket."""
 
 import asyncio
 import json
@@ -15,9 +14,10 @@ import socket
 import struct
 import subprocess
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
+from agentfactory.rollout.inference.stalls import STALL_SECONDS
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 ALIVE_SECONDS = 5.0
 READY_SECONDS = 30.0
 """Seconds after which the user is informed that a new worker is not ready."""
+_LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 """Seconds that a worker gets to end its chains and close its tools."""
 _LOG_BYTES = 1 << 16
@@ -53,20 +56,17 @@ class WorkerDiedError(Exception):
     """The rollout worker ended or failed; the message gives the reason or the path of its log."""
 
 
-def encode(kind: str, **fields: Any) -> bytes:
-    return _begin(kind, fields, 0, 0)
+def encode(kind: str, line: int = 0, record: int = 0, **fields: Any) -> bytes:
+    """Encode the JSON of a message, which a group's line and record of these lengths follow."""
+    # replace lone surrogates, as in the line of a group
+    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode("utf-8", "replace")
+    return _LENGTHS.pack(len(head), line, record) + head
 
 
 def encode_delivered(delivered: Delivered) -> list[bytes]:
     """Return the parts of the message that carries a group. Send them without other messages in between."""
     line, record = delivered.group.line, delivered.group.record
-    return [_begin("group", {"chains": delivered.chains}, len(line), len(record)), line, record]
-
-
-def _begin(kind: str, fields: dict[str, Any], line: int, record: int) -> bytes:
-    # replace lone surrogates, as in the line of a group
-    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode("utf-8", "replace")
-    return _LENGTHS.pack(len(head), line, record) + head
+    return [encode("group", len(line), len(record), chains=delivered.chains), line, record]
 
 
 def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
@@ -315,3 +315,93 @@ class WorkerProcess:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             found = _UNCAUGHT.search(file.read().decode(errors="replace"))
         return found[1][:500] if found else ""
+
+
+class RolloutWorkers:
+    """A pool of `rollout.workers` processes, each of which produces an equal share of every batch. Its methods block,
+    and raise WorkerDiedError. For `restore` see WorkerProcess. The workers log to `logs`."""
+
+    def __init__(self, job: Job, logs: Path, restore: Callable[[str], bool]) -> None:
+        count = job.recipe.rollout.workers
+        self._evaluates = job.recipe.eval.data is not None
+        self._figures: dict[str, float] = {}
+        self._workers: list[WorkerProcess] = []
+        with ExitStack() as failure:
+            failure.callback(self.close)
+            for number in range(count):
+                log = logs / (f"worker-{number}.log" if number else "worker.log")
+                self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
+            self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
+            failure.pop_all()
+
+    def next_batch(self, groups: int) -> list[Group]:
+        """Wait for the next batch: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
+        self._hear_until(lambda: all(worker.batches for worker in self._workers))
+        batch: list[Group] = []
+        figures: Counter[str] = Counter()
+        for worker in self._workers:
+            own, counted = worker.take_batch(groups // len(self._workers))
+            batch += own
+            figures.update(counted)
+        self._figures = dict(figures)
+        return batch
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics of the last batch's production, summed over workers, by name."""
+        return self._figures
+
+    def published(self, published: Published) -> None:
+        """Notify the workers of the live weights; the first call starts generation."""
+        for worker in self._workers:
+            worker.started = True
+            worker.send("published", **asdict(published))
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Record that a durable checkpoint includes the training on these groups."""
+        self._workers[0].send("acknowledge", groups=group_ids)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the published weights. Return the metrics as `eval/...`; empty if there are no held-out tasks."""
+        if not self._evaluates:
+            return {}
+        first = self._workers[0]
+        first.send("evaluate")
+        self._hear_until(lambda: bool(first.evaluations))
+        return {f"eval/{name}": value for name, value in first.evaluations.popleft().items()}
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _hear_until(self, done: Callable[[], bool]) -> None:
+        """Process messages until `done`. Notify of workers silent for STALL_SECONDS; end those held up too long."""
+        since = time.monotonic()
+        by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
+        sockets = select.poll()
+        for number in by_socket:
+            sockets.register(number, select.POLLIN)
+        silent = {worker: since for worker in self._workers if worker.started}
+        """Worker -> time of its last message."""
+        told: set[WorkerProcess] = set()
+        while not done():
+            spoken = [worker for worker in self._workers if worker.messages.has_message or worker.messages.ended]
+            if spoken:
+                for worker in spoken:
+                    worker.hear()
+                continue
+            for number, _ in sockets.poll(1000 * min(STALL_SECONDS, _LOOK_SECONDS) if silent else None):
+                worker = by_socket[number]
+                worker.messages.receive()
+                if worker.started:
+                    silent[worker] = time.monotonic()
+            for worker, quiet_since in silent.items():
+                seconds = time.monotonic() - quiet_since
+                if seconds < STALL_SECONDS:
+                    continue
+                if worker not in told:
+                    told.add(worker)
+                    text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s: "
+                    held = worker.held_by()
+                    text += "; fix: ".join(held) if held else "its process is stopped, or code blocks its event loop"
+                    notify(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))
+                worker.end_if_held(seconds)

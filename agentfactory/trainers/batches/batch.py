@@ -26,8 +26,7 @@ class TrainingRow:
     `targets` are positions in `token_ids`, ascending and at least 1. `streams` have one value per target: always
     `behaviour` (the server's log-probability), `advantage`, `weight` and `mixed` (1 if the token's cached context may
     be from older weights, see trajectory.Span, else 0), and others as the algorithm needs them. `images` are those
-    before the last target, in order. `in_context` is the row with which a teacher grades this one, with the same
-    targets after a longer prompt."""
+    before the last target, in order. `in_context` has the same targets after a teacher's prompt, which is longer."""
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]

@@ -47,7 +47,9 @@ class ImageLoader:
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
-        return self._images(read, [*grids.values()], tuple(numbers[span.digest] for span in spans), rotary, device)
+        places = tuple(numbers[span.digest] for span in spans)
+        moved = None if rotary is None else rotary.to(device)
+        return Images(*self._inputs(read, [*grids.values()], device), places, moved)
 
     def load_block(self, length: int, rows: Sequence[Sequence[ImageSpan]], device: torch.device) -> Images | None:
         """Return the images of rows of `length` tokens each, one below the other; None if they have none."""
@@ -59,19 +61,11 @@ class ImageLoader:
     def blank(self, device: torch.device) -> Images:
         """Return a small image without a position, for processes without images: they take part in collective calls."""
         grid = self._vision.smallest()
-        return self._images([self._maker.make(self._vision.blank(grid))], [grid], (), None, device)
+        return Images(*self._inputs([self._maker.make(self._vision.blank(grid))], [grid], device), (), None)
 
-    def _images(
-        self,
-        read: list[Inputs],
-        grids: list[Grid],
-        places: tuple[int, ...],
-        rotary: Tensor | None,
-        device: torch.device,
-    ) -> Images:
+    def _inputs(self, read: list[Inputs], grids: list[Grid], device: torch.device) -> tuple[Inputs, tuple[int, ...]]:
         inputs = {name: value.to(device) for name, value in join(read).items()}
-        counts = tuple(self._vision.features(grid) for grid in grids)
-        return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
+        return inputs, tuple(self._vision.features(grid) for grid in grids)
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
         if (kept := self._kept.get(digest)) is not None:

@@ -5,14 +5,13 @@ without a reward (None: it broke) is not part of a baseline, and its advantage i
 
 Then the estimators (`train.advantage.estimator`). One that takes `rewards` (of one group's chains), and perhaps
 `batch_rewards` (of all chains), returns one advantage per chain, which all its tokens get. One that takes `groups` (the
-batch's chains by group) returns a list per chain with an advantage per sampled token; with a critic, also the critic's
-target returns."""
+batch's chains by group) returns a list per chain with an advantage per sampled token; with a critic, also targets."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -39,8 +38,14 @@ def grpo_advantages(
 
     All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
     is not finite, or if `batch_std` is missing."""
-    known = _compared(rewards)
-    return _centred(rewards, known, _scaling(known, scale, batch_std)) if known else [0.0] * len(rewards)
+    if not (known := _compared(rewards)):
+        return [0.0] * len(rewards)
+    if scale == "none":
+        return _centred(rewards, known, 1.0)
+    std = stdev(known) if scale == "group" else batch_std
+    if std is None:
+        raise ValueError("scale 'batch' needs the standard deviation of the batch's rewards")
+    return _centred(rewards, known, std + STD_EPSILON)
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
@@ -105,12 +110,7 @@ def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int,
 
 def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
     """Compute returns-to-go over a chain's sampled tokens or turns: G_t = r_t + gamma G_(t+1), and 0 after the last."""
-    result: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + gamma * following
-        result.append(following)
-    return result[::-1]
+    return [*accumulate(reversed(rewards), lambda later, reward: reward + gamma * later, initial=0.0)][:0:-1]
 
 
 def generalized_advantages(
@@ -160,18 +160,6 @@ def _compared(rewards: Sequence[float | None]) -> list[float]:
 def _centred(rewards: Sequence[float | None], known: Sequence[float], scaling: float) -> list[float]:
     mean = fmean(known)
     return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
-
-
-def _scaling(known: Sequence[float], scale: Scale, batch_std: float | None) -> float:
-    match scale:
-        case "none":
-            return 1.0
-        case "group":
-            return stdev(known) + STD_EPSILON
-        case "batch":
-            if batch_std is None:
-                raise ValueError("scale 'batch' needs the standard deviation of the batch's rewards")
-            return batch_std + STD_EPSILON
 
 
 PerToken = list[list[float]]
@@ -361,7 +349,6 @@ def _by_token(chain: ChainRewards, advantage: float, by_turn: Sequence[float]) -
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
     """Return the amount, at most 0, to add to the reward of a chain of `length` tokens (Yu et al., 2025, DAPO,
-    arXiv:2503.14476, equation 13, where the penalty is 1): 0 up to limit - buffer, then falling linearly to -penalty at
-    limit."""
+    arXiv:2503.14476, equation 13, where the penalty is 1): 0 up to limit - buffer, then linear to -penalty at limit."""
     over = length - (limit - buffer)
     return -penalty * min(max(over / buffer, 0.0), 1.0)

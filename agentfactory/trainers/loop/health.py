@@ -39,8 +39,7 @@ LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
 """Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
 sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
 CAUSE_RISE = 0.1
-"""Malformed or cut turns are the cause if their share has risen by this much; without any learning, if they are
-most."""
+"""Malformed or cut turns are the cause if their share rose by this much; without any learning, if they are most."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 _PAGES = {
     Symptom.UNSTABLE: "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'",
@@ -61,8 +60,7 @@ def ordered_by(recipe: RolloutRecipe) -> str | None:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone. `alike`: all steps have tasks of one distribution (see `ordered_by`), so success that falls is a
-    sign."""
+    it was gone. `alike`: all steps have tasks of one distribution (`ordered_by`), so success that falls is a sign."""
 
     alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))

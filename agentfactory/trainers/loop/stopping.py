@@ -14,7 +14,7 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.supervised import Signalled
 from agentfactory.base.user_code import watch
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.processes.sharding import of_rank_0
+from agentfactory.trainers.processes.accelerator import of_rank_0
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

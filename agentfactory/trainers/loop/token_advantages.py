@@ -17,13 +17,14 @@ import torch
 from agentfactory.base.errors import SettingError
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, Groups, overlong_penalty, step_groups
-from agentfactory.trainers.teachers.graded_rows import with_grades
+from agentfactory.trainers.teachers.teacher import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
 
 logger = logging.getLogger(__name__)
@@ -80,18 +81,16 @@ class Credit:
         self._groups: list[list[_Chain]] = []
         for group in groups:
             limit = own.get(group.source, recipe.rollout.max_total_tokens)
-            used = [(t, policy) for t in group.trajectories if (policy := _use(t, recipe))]
-            self._groups.append([self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh) for t, policy in used])
+            self._groups.append([self._chain(t, limit, fresh) for t in counted(group.trajectories, recipe.rollout)])
 
     @cached_property
     def _estimator(self) -> Estimator:
         # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
 
-    def _chain(
-        self, trajectory: Trajectory, trained: bool, limit: int, fresh: Callable[[Row], np.ndarray] | None
-    ) -> _Chain:
+    def _chain(self, trajectory: Trajectory, limit: int, fresh: Callable[[Row], np.ndarray] | None) -> _Chain:
         recipe, rows, reward = self._recipe, trajectory.rows, trajectory.reward
+        trained = recipe.rollout.outcome_policy(trajectory.outcome) is OutcomePolicy.KEEP
         assert reward is not None
         if (overlong := recipe.train.overlong) is not None:
             # of several rows (a template that rewrites history, rollout.context), the last one fills the context
@@ -257,12 +256,6 @@ def needed_scores(recipe: TrainRecipe) -> list[str]:
     return names
 
 
-def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
-    policy = recipe.rollout.outcome_policy(trajectory.outcome)
-    used = policy in (OutcomePolicy.KEEP, OutcomePolicy.MASK)
-    return policy if used and trajectory.reward is not None else None
-
-
 def _blame_malformed_turns(
     chains: Sequence[_Chain], advantages: Sequence[np.ndarray], most: Sequence[np.ndarray]
 ) -> None:
@@ -286,12 +279,9 @@ def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
-    done, start = [], 0
-    for row in rows:
-        end = start + len(row.targets)
-        done.append(replace(row, streams=row.streams | {name: s[start:end] for name, s in streams.items()}))
-        start = end
-    return done
+    ends = np.cumsum([len(row.targets) for row in rows])[:-1]
+    parts = {name: np.split(stream, ends) for name, stream in streams.items()}
+    return [replace(row, streams=row.streams | {name: p[n] for name, p in parts.items()}) for n, row in enumerate(rows)]
 
 
 def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:

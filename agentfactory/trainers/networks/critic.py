@@ -2,23 +2,28 @@
 
 import copy
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import Backbone
-from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
-from agentfactory.trainers.networks.network import apply_options, body_of, load_network
+from agentfactory.trainers.networks.lora import (
+    CRITIC_ADAPTER,
+    POLICY_ADAPTER,
+    copy_adapter,
+    copy_rows,
+    has_adapter,
+    table_of,
+    use_adapter,
+)
+from agentfactory.trainers.networks.network import Backbone, apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.networks.token_rows import copy_rows, table_of
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    pass
 
 
 class Role(StrEnum):
@@ -69,16 +74,10 @@ class ActorCritic(nn.Module):
         label is sampled. A backward pass raises RuntimeError if the other role's forward pass came in between."""
         if role == Role.POLICY:
             return tuple(map(self._guarded, self.policy(*inputs, **named)))
-        return self._guarded(self._values(*inputs))
-
-    def _values(
-        self, ids: Int[Tensor, "batch length"], sources: Int[Tensor, "targets"], labels: Tensor, *places: Any
-    ) -> Float[Tensor, "targets"]:
-        base = self.critic.backbone or self.policy
+        (ids, sources, _, *places), base = inputs, self.critic.backbone or self.policy
         if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)
-        values: Tensor = self.critic(base.hidden(ids, *places).flatten(0, 1)[sources])
-        return values
+        return self._guarded(self.critic(base.hidden(ids, *places).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
@@ -86,13 +85,16 @@ class ActorCritic(nn.Module):
     def _guarded(self, output: Tensor) -> Tensor:
         model = self.policy.model
         if has_adapter(model) and output.requires_grad:
-            output.register_hook(partial(_check_adapter, model, model.active_adapter))
+            name = model.active_adapter
+
+            def check(gradient: Tensor) -> None:
+                if model.active_adapter != name:
+                    raise RuntimeError(
+                        f"backward pass of adapter {name} after a forward pass of {model.active_adapter}"
+                    )
+
+            output.register_hook(check)
         return output
-
-
-def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
-    if model.active_adapter != name:
-        raise RuntimeError(f"backward pass of adapter {name} after a forward pass of {model.active_adapter}")
 
 
 def make_actor_critic(

@@ -5,7 +5,7 @@ values: activations and weights to e4m3, gradients to e5m2 (`fp8`) or e4m3 (`fp8
 accelerate's `mixed_precision: fp8` would also convert adapters and vision towers, and add its own autocast."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,7 @@ def gather_in_fp8(model: nn.Module) -> None:
     weights apart, and checkpoints would contain its tensor class."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_utils import amax_to_scale
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     casts: list[WeightWithDynamicFloat8CastTensor] = []
@@ -96,8 +97,18 @@ def gather_in_fp8(model: nn.Module) -> None:
         setattr(module, _SHARD, (shard.detach(), module.weight.device_mesh.get_group()))
         shard.fsdp_pre_all_gather = casts[-1].fsdp_pre_all_gather
         shard.fsdp_post_all_gather = casts[-1].fsdp_post_all_gather
-    if casts:
-        model.register_forward_pre_hook(_scaling(casts, casts[0]._dtype), prepend=True)
+    if not casts:
+        return
+
+    @torch.no_grad()
+    def scale(*args: Any) -> None:
+        # one collective call, as in precompute_float8_dynamic_scale_for_fsdp; before each pass, since weights change
+        largest = torch.stack(torch._foreach_norm([cast._tensor for cast in casts], ord=torch.inf)).float()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        for cast, one in zip(casts, amax_to_scale(largest, casts[0]._dtype), strict=True):
+            cast._precomputed_scale = one
+
+    model.register_forward_pre_hook(scale, prepend=True)
 
 
 @contextmanager
@@ -124,17 +135,3 @@ def _plain(layer: Any, x: Tensor) -> Tensor:
         dist.all_gather_into_tensor(whole, shard.to(weight.dtype), group=group)
         weight = whole
     return nn.functional.linear(x, weight, layer.bias)
-
-
-def _scaling(casts: list[Any], dtype: torch.dtype) -> Callable[..., None]:
-    @torch.no_grad()
-    def scale(*args: Any) -> None:
-        # one collective call, as in precompute_float8_dynamic_scale_for_fsdp; before each pass, since weights change
-        from torchao.float8.float8_utils import amax_to_scale
-
-        largest = torch.stack(torch._foreach_norm([cast._tensor for cast in casts], ord=torch.inf)).float()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        for cast, one in zip(casts, amax_to_scale(largest, dtype), strict=True):
-            cast._precomputed_scale = one
-
-    return scale

@@ -1,8 +1,9 @@
 """The trained weights of one version, gathered one by one, so that no process needs memory for all of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ class Weights(Mapping[str, Tensor]):
         self.sharded = any(isinstance(value, DTensor) for value in self._tensors.values())
         self._read: dict[str, Tensor] | None = None
         self._rest: Iterator[tuple[str, Tensor]] | None = None
-        # starts with its first task, and ends with this object
-        self._thread = ThreadPoolExecutor(1, "gather", *_same_device())
+        # starts with its first task, and ends with this object; by default it would use the first GPU
+        device: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_initialized() else ()
+        self._thread = ThreadPoolExecutor(1, "gather", *device)
 
     @property
     def resident(self) -> bool:
@@ -93,8 +95,3 @@ class Weights(Mapping[str, Tensor]):
 
     def _dtype_of(self, value: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
-
-
-def _same_device() -> tuple[Callable[..., None], tuple[int, ...]] | tuple[()]:
-    """Return initializer and its arguments for a thread, which by default uses the first GPU."""
-    return (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_initialized() else ()

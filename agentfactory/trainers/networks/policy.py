@@ -18,14 +18,12 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks import lora, token_rows
-from agentfactory.trainers.networks.backbone import Backbone, proof_rows, resolve_batching
+from agentfactory.trainers.networks import lora
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.networks.lora import POLICY_ADAPTER, has_adapter
-from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.token_rows import TokenNeeds, table_of
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, TokenNeeds, has_adapter, table_of
+from agentfactory.trainers.networks.network import Backbone, apply_options, load_network, proof_rows, resolve_batching
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
-from agentfactory.trainers.processes.sharding import decided_by_rank_0
+from agentfactory.trainers.processes.accelerator import decided_by_rank_0
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -125,24 +123,19 @@ class Policy(Backbone):
         policy's dtype), or the adapter's under their peft names. All processes read them before the next update."""
         if has_adapter(self.model):
             return Weights(lora.adapter_weights(self.model).items())
-        return Weights(_untied(self.network), self.dtype)
+        untied: dict[int, tuple[str, Tensor]] = {}
+        for name, value in self.network.state_dict(keep_vars=True).items():
+            untied.setdefault(id(value), (name, value))
+        return Weights(untied.values(), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         assert has_adapter(self.model)
         return lora.save_adapter(self.model, folder, state)
 
 
-def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for name, value in network.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
-
-
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: TokenNeeds | None = None) -> Policy:
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
-    only on rank 0: see `sharding`). `needs` are the tokens that the run needs; None if it is unknown.
+    only on rank 0: see `load_on_rank_0`). `needs` are the tokens that the run needs; None if it is unknown.
 
     With `model.lora`, the base is frozen in the model's dtype, and the adapter begins as `model.lora.from`, or as the
     recipe's seed determines. Raises SettingError if the model cannot be trained as requested."""
@@ -150,13 +143,13 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
 
     def checked() -> tuple[Batching, list[int]]:
         check_head(network)
-        return resolve_batching(network, recipe.train), token_rows.tokens_to_train(network, recipe, needs)
+        return resolve_batching(network, recipe.train), lora.tokens_to_train(network, recipe, needs)
 
     # the checks compute with the weights
     batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
     policy = make_policy(recipe, network, batching, device, tokens)
     if needs is not None and tokens:
-        token_rows.set_initial_rows(policy.network, tokens, needs, recipe.seed)
+        lora.set_initial_rows(policy.network, tokens, needs, recipe.seed)
     config = recipe.model.lora
     if has_adapter(policy.model) and config is not None and config.from_ is not None:
         folder = Path(config.from_)
@@ -181,11 +174,11 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    tables = token_rows.tables_of(network, tokens)
+    tables = lora.tables_of(network, tokens)
     model = lora.add_adapter(network, config.lora, adapted, recipe.seed, tables)
     if config.lora.from_ is not None and recipe.train.has_reference:
         lora.add_reference_adapter(model)
-    token_rows.compute_rows_alone(network)
+    lora.compute_rows_alone(network)
     return Policy(model, dtype, batching, banned, tokens).train()
 
 

@@ -1,9 +1,17 @@
-"""Creation and checks of a run's Accelerator: launchers can silently set up something other than requested."""
+"""Creation and checks of a run's Accelerator: launchers can silently set up something other than requested. The ranks
+of one machine connect over loopback, and rank 0 sends its decisions and weights to the others."""
 
+import logging
 import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -14,12 +22,22 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     gather_object,
 )
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import FileStore, Store, TCPStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.rendezvous import register_rendezvous_handler
+from transformers import AutoConfig, PreTrainedModel
 
-from agentfactory.base.http.loopback import has_foreign_peer, own_sockets
-from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
-from agentfactory.trainers.processes.launch_variables import check_launch_variables
-from agentfactory.trainers.processes.rendezvous import LaunchError, init_method
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import has_foreign_peer, is_loopback, loopback_interface, own_sockets
+from agentfactory.base.processes.supervised import starter
+from agentfactory.base.run_notices import notify
+from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS, TrainConfig, TrainRecipe
+from agentfactory.trainers.processes import check_launch_variables
+
+logger = logging.getLogger(__name__)
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices
@@ -58,8 +76,11 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     earlier = own_sockets()
     method = init_method(recipe.server.urls)
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        _check_fsdp_settings(train)
-        options["fsdp_plugin"] = _fsdp2(_precision(getattr(torch, recipe.model.dtype)), method)
+        for variable, (name, right, why) in _FSDP_SETTINGS.items():
+            if (value := os.environ.get(variable, right).lower()) != right:
+                problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
+                raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
+        options["fsdp_plugin"] = _fsdp2(getattr(torch, recipe.model.dtype), method)
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,
@@ -76,38 +97,25 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     return accelerator
 
 
-def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullyShardedDataParallelPlugin:
+def _fsdp2(dtype: torch.dtype, method: str | None) -> FullyShardedDataParallelPlugin:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         # accelerate enables FSDP only together with MULTI_GPU; it is enough that this describes the launch, not the
         # device
         PartialState(cpu=True, timeout=PATIENCE, init_method=method)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # below float32, weights are gathered and used in `dtype`, and so is the residual stream, as in inference servers;
+    # under autocast alone, weights would be gathered in float32
+    precision = MixedPrecisionPolicy(dtype, torch.float32) if dtype.itemsize < 4 else MixedPrecisionPolicy()
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         # the classes are those of the prepared module's _no_split_modules
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="FULL_STATE_DICT",
-        mixed_precision_policy=mixed_precision,
-        # we load on rank 0 ourselves (see sharding): transformers would still read all weights on every rank, and
-        # accelerate would untie weights and refuse buffers that a checkpoint contains
+        mixed_precision_policy=precision,
+        # we load on rank 0 ourselves (see load_on_rank_0): transformers would still read all weights on every rank,
+        # and accelerate would untie weights and refuse buffers that a checkpoint contains
         cpu_ram_efficient_loading=False,
     )
-
-
-def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
-    residual stream, as in inference servers; under autocast alone, weights would be gathered in float32."""
-    if dtype.itemsize >= 4:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-
-
-def _check_fsdp_settings(train: TrainConfig) -> None:
-    for variable, (name, right, why) in _FSDP_SETTINGS.items():
-        value = os.environ.get(variable, right).lower()
-        if value != right:
-            problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
-            raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
@@ -151,3 +159,163 @@ def launch_command(train: TrainConfig, device: str) -> str:
     where = f"--num_machines {machines} --machine_rank R --main_process_ip ADDRESS " if machines > 1 else ""
     options = f"--config_file {file} {where}--num_processes {train.processes}"
     return f"{prefix}accelerate launch {options} -m agentfactory.train RECIPE"
+
+
+# ---- rendezvous: torch's default store is a TCP server on all interfaces without authentication. Anyone who writes to
+# it can redirect gloo's connections, and object collectives unpickle the data that arrives, which can run code. So the
+# ranks of one machine connect over loopback, and to their store through a private file.
+
+_SCHEME = "agentfactory"
+_PAGE = "docs/multi-node.md"
+
+
+class LaunchError(Exception):
+    """The launch does not match the recipe, or another user could interfere; the message contains the fix."""
+
+
+def init_method(urls: Iterable[str]) -> str | None:
+    """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines.
+    On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL only if it also reaches the
+    inference servers at `urls` there. Warn, on rank 0, about ports that are open to the network. Raises LaunchError."""
+    first, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1")
+    # a launcher that does not say how many ranks run here may have started others elsewhere
+    if world != "1" and os.environ.get("LOCAL_WORLD_SIZE") != world:
+        if first:
+            address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+            notify(logger, "open ports", _REACHABLE.format(address), see=_PAGE)
+        return None
+    loopback = loopback_interface()
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if all(is_loopback(urlsplit(url).hostname or "") for url in urls):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+    if world == "1":
+        return None
+    if first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        notify(logger, "open ports", _LAUNCHER.format(os.environ.get("MASTER_PORT")), see=_PAGE)
+    file = _store_file() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return f"{_SCHEME}://{file or ''}"
+
+
+_LOOPBACK = "127.0.0.1"
+_REACHABLE = (
+    "torch's store at {0} and the connections of gloo and NCCL have no authentication: anyone who reaches these ports "
+    "can run code as you; protect them by a firewall or a private network"
+)
+_LAUNCHER = (
+    "the launcher's store listens on all interfaces, port {0}, without authentication: others can end this run; "
+    "`agentfactory train` opens no such port, and neither does "
+    f"`{' '.join(f'{name}={value}' for name, value in PORTLESS_ENVIRONMENT.items())} accelerate launch "
+    f"{' '.join(PORTLESS_OPTIONS)} ...`"
+)
+
+
+def _store_file() -> Path:
+    """Return the file for this launch, named by the launcher's process. Files of earlier launches are removed."""
+    # containers that share the folder number their processes independently
+    processes = os.stat("/proc/self/ns/pid").st_ino
+    folder = Path(tempfile.gettempdir(), f"agentfactory-ranks-{os.geteuid()}-{processes}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        fix = "remove it, or set TMPDIR to a folder of yours"
+        raise LaunchError(f"{folder}: another user could read or change this folder of the ranks' store; {fix}")
+    for file in folder.iterdir():
+        pid, started, _ = file.name.split("-")
+        if _start_of(int(pid)) != started:
+            file.unlink(missing_ok=True)
+    launcher, restart = starter(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return folder / f"{launcher}-{_start_of(launcher)}-{restart}"
+
+
+def _start_of(pid: int) -> str | None:
+    """Return the start of a process in clock ticks since boot; None if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield store, rank and number of ranks. For ranks started by hand, the store is a TCP server on loopback."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if file := urlsplit(url).path:
+        yield FileStore(file, world), rank, world
+        return
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    if rank > 0:
+        yield TCPStore(_LOOPBACK, port, world, is_master=False, timeout=timeout), rank, world
+        return
+    # torch itself binds to all interfaces, whatever the host's name
+    listener = socket.create_server((_LOOPBACK, port), backlog=max(world, 128))
+    store = TCPStore(
+        _LOOPBACK, port, world, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    yield store, rank, world
+
+
+register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+# ---- decisions and weights of rank 0: under fsdp2 only rank 0 loads the weights, and the others get their shards
+
+Value = TypeVar("Value")
+
+
+def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
+    """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0, the same
+    network on the CPU with arbitrary weights and buffers, which take up memory only once they are written. Every
+    process calls it."""
+    if dist.get_rank() == 0:
+        network: Any = load()
+    else:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            network = kind.from_config(config, dtype=dtype, trust_remote_code=False)
+        # new memory for each name, so tied weights are no longer tied
+        network.to_empty(device="cpu")
+    # weights that the checkpoint stores under both names with different values are not tied, whatever its config says
+    network.all_tied_weights_keys = decided_by_rank_0(lambda: dict(network.all_tied_weights_keys))
+    network.tie_weights(recompute_mapping=False)
+    return network
+
+
+def decided_by_rank_0(decide: Callable[[], Value]) -> Value:
+    """Return, in all ranks, the result of `decide` on rank 0, or raise its SettingError. Every process calls it."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide()
+        except SettingError as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
+
+
+@contextmanager
+def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights. Every process calls it."""
+    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    own = {name for name, _ in model.named_parameters()}
+    # torch shards a module with two names, such as the trained rows of tied tables, under the first one only
+    for alias in {name for name, _ in model.named_parameters(remove_duplicate=False)} - own:
+        weights.pop(alias, None)
+    yield
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    missing = own & {*set_model_state_dict(model, weights, options=options).missing_keys}
+    if missing:
+        raise RuntimeError(f"rank 0 has no weights for {', '.join(sorted(missing))}")
+    for buffer in model.buffers():
+        # buffers outside the state dictionary, such as the frequencies of rotary embeddings
+        dist.broadcast(buffer, src=0)
+
+
+def of_rank_0(accelerator: Accelerator, value: Value) -> Value:
+    """Return rank 0's `value` in all ranks; every process calls it."""
+    found = [value]
+    if accelerator.num_processes > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]

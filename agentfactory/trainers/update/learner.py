@@ -23,13 +23,18 @@ from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
-from agentfactory.trainers.networks.frozen_policy import make_reference
+from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
-from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
-from agentfactory.trainers.teachers.graded_rows import teachers_rows, with_scores, without_long
-from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
+from agentfactory.trainers.processes.accelerator import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.teachers.teacher import (
+    make_reference,
+    make_teacher,
+    teachers_rows,
+    top_k_measure,
+    with_scores,
+    without_long,
+)
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
 Targets = Float[Tensor, "targets *several"]
@@ -170,7 +175,7 @@ class Learner:
             for name in [name for name in frozen if name in names]:
                 streams[name] = frozen[name](self.model, *self._inputs(part), self.temperature)
             if "value" in names:
-                streams["value"] = self._value_pass(part)
+                streams["value"] = self.model(Role.CRITIC, *self._inputs(part))
             made.append({name: streams[name] for name in names})
         scores = self.by_row(batch, made)
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
@@ -204,7 +209,7 @@ class Learner:
                     self.accelerator.backward(made[-1].loss * scale)
             if value_loss is not None:
                 with self._syncing(last):
-                    made.append(value_loss(part, self._value_pass(part)))
+                    made.append(value_loss(part, self.model(Role.CRITIC, *self._inputs(part))))
                     self.accelerator.backward(made[-1].loss * scale)
             # the first loss is reported; the metrics of all are kept
             first, *others = made
@@ -220,17 +225,14 @@ class Learner:
         return self._report(terms, batch.normaliser, grad_norm)
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
-        return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
-
-    def _images_of(self, part: MicroBatch) -> Images | None:
-        if self.images is None:
-            return None
-        device = self.accelerator.device
-        if part.images:
-            return self.images.load(part.images, part.rotary, device)
-        # collective calls must match: fsdp2's for the weights of each layer, ddp's for the gradients of all
-        together = part.in_step_with_images or tower_is_trained(self.policy.network)
-        return self.images.blank(device) if self.accelerator.num_processes > 1 and together else None
+        images, loader, device = None, self.images, self.accelerator.device
+        if loader is not None and part.images:
+            images = loader.load(part.images, part.rotary, device)
+        elif loader is not None and self.accelerator.num_processes > 1:
+            # collective calls must match: fsdp2's for the weights of each layer, ddp's for the gradients of all
+            together = part.in_step_with_images or tower_is_trained(self.policy.network)
+            images = loader.blank(device) if together else None
+        return part.ids, part.sources, part.labels, part.positions, part.ends, images
 
     def policy_forward(self, *inputs: Any) -> tuple[Targets, ...]:
         """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""
@@ -248,9 +250,6 @@ class Learner:
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of the teacher's forward passes since the last call, by metric name."""
         return {"seconds/teacher": self._teacher.take_seconds()} if self._teacher is not None else {}
-
-    def _value_pass(self, part: MicroBatch) -> Targets:
-        return self.model(Role.CRITIC, *self._inputs(part))
 
     def _clip(self, role: Role) -> float:
         parameters = self._actor_critic.parameters_of(role) if self._actor_critic else self.model.parameters()

@@ -1,6 +1,5 @@
-"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states, as a folder of
-torch.distributed.checkpoint: every process writes its shards of sharded tensors, and its share of replicated ones; any
-number of processes can load it."""
+"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states, in the format of
+torch.distributed.checkpoint. Every process writes its shards, and its share of the rest; any number can load it."""
 
 import io
 import pickle
@@ -67,8 +66,10 @@ def part_of(learner: Learner) -> Part:
     whole = [key for key, value in tensors.items() if not isinstance(value, DTensor)]
     others = {*whole} - {whole[number] for number in deal([tensors[key].nbytes for key in whole], processes)[rank]}
     part: Part = {key: value for key, value in tensors.items() if key not in others}
-    for device, state in _random_state(learner.accelerator.device).items():
-        part[f"random/{rank}/{device}"] = state
+    # torch is the only source of randomness in a trainer
+    part[f"random/{rank}/cpu"] = torch.get_rng_state()
+    if (device := learner.accelerator.device).type != "cpu":
+        part[f"random/{rank}/{device.type}"] = torch.get_device_module(device).get_rng_state(device)
     if rank == 0:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         settings = {"optimizer": numbers, "groups": groups, "schedule": learner.schedule.state_dict()}
@@ -210,7 +211,9 @@ def _restore(
         warnings.simplefilter("ignore", UserWarning)
         learner.schedule.step()
     if random:
-        _set_random_state(random, learner.accelerator.device)
+        torch.set_rng_state(random["cpu"])
+        if (device := learner.accelerator.device).type in random and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(random[device.type], device)
 
 
 def _trained(learner: Learner) -> dict[str, nn.Parameter]:
@@ -245,17 +248,3 @@ def _like(weight: nn.Parameter, value: Tensor) -> Tensor:
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return torch's random state: torch is the only source of randomness in a trainer."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[device.type], device)

@@ -81,8 +81,7 @@ def gspo(
 ) -> tuple[PerToken, Flags]:
     """`clip` with s = exp(mean of log r over the sequence) instead of r (Zheng et al., 2025, arXiv:2507.18071,
     equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token has
-    its own gradient. If a sequence has one advantage, this is the gradient of equation 5; otherwise it keeps the credit
-    of the turns separate."""
+    its own gradient: that of equation 5 if a sequence has one advantage; else the credit of turns stays separate."""
     log_ratio = logprob - proximal
     detached = log_ratio.detach()
     # equals the mean, but is differentiable in this token's log-probability
@@ -199,15 +198,12 @@ def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
     chooses among many. Value and gradient are 0 where the policy equals the one that sampled.
 
     Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones."""
-    p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
-    gap = odds - _log_odds(behaviour)
-    value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)
+    detached = logprob.detach()
+    p, rest, other_rest = detached.exp(), _log_complement(detached), _log_complement(behaviour)
+    gap = (detached - rest) - (behaviour - other_rest)
+    value = p * gap + rest - other_rest
     # written out: where the bound on 1 - p applies, autograd's terms would not cancel as they should
-    return value + p * gap * (logprob - logprob.detach())
-
-
-def _log_odds(logprob: PerToken) -> PerToken:
-    return logprob - _log_complement(logprob)
+    return value + p * gap * (logprob - detached)
 
 
 def _log_complement(logprob: PerToken) -> PerToken:

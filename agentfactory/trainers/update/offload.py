@@ -2,6 +2,7 @@
 the memory is page-locked, which makes copies several times as fast."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,9 +44,7 @@ class HostBuffer:
     def copy(self, like: Sequence[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return copies of `tensors` in host memory, each with its own storage, valid until the next call. `like` has
         their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
-        starts = [0]
-        for tensor in like:
-            starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        starts = [*accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like), initial=0)]
         if self._memory.numel() != starts[-1]:
             self.free()
             self._memory = torch.empty(starts[-1], dtype=torch.uint8)
@@ -114,7 +113,8 @@ class Offload:
 
     def _copied(self, tensors: list[Tensor], frozen: bool, earlier: dict[int, Bytes]) -> _Place:
         """Return a copy, in the memory of an earlier one, which is still valid if the tensors are `frozen`."""
-        here = _bytes_of(tensors[0])
+        storage = tensors[0].untyped_storage()
+        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
         host = earlier.get(id(tensors[0]))
         if host is not None and host.numel() == here.numel():
             del earlier[id(tensors[0])]
@@ -154,11 +154,6 @@ def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tenso
             found.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = (tensor, frozen)
     for together in found.values():
         yield [tensor for tensor, _ in together.values()], all(frozen for _, frozen in together.values())
-
-
-def _bytes_of(tensor: Tensor) -> Bytes:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:

@@ -123,22 +123,18 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
     """Create the learning-rate schedule by step: a linear warm-up to each group's own rate, then `train.schedule`. wsd
     is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
-    return LambdaLR(optimizer, lambda done: _share_of_rate(config, done))
 
-
-def _share_of_rate(config: TrainConfig, done: int) -> float:
-    """Return the factor of the learning rate after `done` steps, which is above 0 in every step."""
-    if done < config.warmup_steps:
-        return (done + 1) / config.warmup_steps
-    begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
-    progress = min(max(0, done - begins) / max(1, config.steps - begins), 1.0)
-    match config.schedule:
-        case "constant":
-            return 1.0
-        case "linear" | "wsd":
-            return 1.0 - progress
-        case "cosine":
+    def share(done: int) -> float:
+        """Return the factor of the learning rate after `done` steps, which is above 0 in every step."""
+        if done < config.warmup_steps:
+            return (done + 1) / config.warmup_steps
+        begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+        progress = min(max(0, done - begins) / max(1, config.steps - begins), 1.0)
+        if config.schedule == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0 if config.schedule == "constant" else 1.0 - progress
+
+    return LambdaLR(optimizer, share)
 
 
 def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_norm: float, whose: str) -> float:

@@ -12,7 +12,7 @@ from agentfactory.rollout.text.token_roles import ROLES
 from agentfactory.rollout.token_row import Row
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow
 from agentfactory.trainers.config import MismatchConfig, TrainRecipe
-from agentfactory.trainers.teachers.graded_rows import is_graded
+from agentfactory.trainers.teachers.teacher import is_graded
 from agentfactory.trainers.update import losses
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
 

@@ -16,7 +16,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.images import image_intake, image_requests
+from agentfactory.rollout.images import image_intake
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -131,8 +131,8 @@ async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
 
 async def test_memory_of_images_is_bounded(model, tmp_path, monkeypatch):
     monkeypatch.setattr(image_intake, "_REMEMBERED", 4)
-    monkeypatch.setattr(image_requests, "_REMEMBERED", 4)
-    sent = image_requests.SentImages()
+    monkeypatch.setattr(image_intake, "_SENT", 4)
+    sent = image_intake.SentImages()
     async with seeing(model, tmp_path, ["done"]) as chains:
         images = chains.renderer.images
         for number in [*range(5), 1, 5]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.chains.load_agent import load_agent
+from agentfactory.rollout.chains.agent_hooks import load_agent
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
