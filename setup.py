@@ -194,6 +194,7 @@ setup(
             "audit=agentfactory.audit.audit_command",
             "replay=agentfactory.audit.replay.replay_command",
             "index=agentfactory.worlds.search.index_command",
+            "worlds=agentfactory.worlds.commands.worlds_command",
         ],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },

@@ -221,7 +221,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[
 
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
     """Add the commands of extensions and of installed packages; print the error of one that fails."""
-    places = {"worlds": "agentfactory.worlds.commands.worlds_command", "view": "agentfactory.viewer.view_command"}
+    places = {"view": "agentfactory.viewer.view_command"}
     try:
         places |= registered(COMMANDS)
     except SettingError as error:
