@@ -160,12 +160,12 @@ def wandb_series(run: Tracked, storage: Any) -> Series:
 
 
 def trackio_series(run: Tracked, storage: Any) -> Series:
-    rows = storage.get_logs("tests", run.tracker_name)
+    rows = storage.get_logs("agentfactory", run.tracker_name)
     return series((row["step"], row) for row in rows if "trajectories" not in row)
 
 
 def tensorboard_series(run: Tracked, storage: Any) -> Series:
-    read = EventAccumulator(str(run.output / "tensorboard" / "tests"))
+    read = EventAccumulator(str(run.output / "tensorboard" / "agentfactory"))
     read.Reload()
     found: Series = {}
     for name in read.Tags()["scalars"]:
@@ -206,7 +206,7 @@ def test_trackers_hold_what_metrics_jsonl_holds(
 def test_a_resumed_run_is_one_run(tracked: Tracked, trackio_storage: Any) -> None:
     runs = {record.run.run_id for record in wandb_records(tracked.output) if record.HasField("run")}
     assert runs == {json.loads((tracked.output / "tracking.json").read_text())["key"]}
-    assert trackio_storage.get_runs("tests") == [tracked.tracker_name]
+    assert trackio_storage.get_runs("agentfactory") == [tracked.tracker_name]
     assert tracked.tracker_name == f"first-{runs.pop()}"
 
 
@@ -233,7 +233,7 @@ def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: 
     ]
     assert Image.open(file).getpixel((0, 0)) == (255, 0, 0)
 
-    logs = [row for row in trackio_storage.get_logs("tests", tracked.tracker_name) if "trajectories" in row]
+    logs = [row for row in trackio_storage.get_logs("agentfactory", tracked.tracker_name) if "trajectories" in row]
     first = logs[0]["trajectories"]["_value"]
     assert [[row[COLUMNS[place]] for place in places] for row in first] == expected
     (image,) = [row["image_1"]["file_path"] for row in first if row["image_1"]]
@@ -269,8 +269,13 @@ def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_pa
 
 
 def test_what_a_tracker_does_not_take_does_not_end_the_run(
-    accelerator: Accelerator, trackio_storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    accelerator: Accelerator,
+    trackio_storage: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("TRACKIO_PROJECT", "faults")
     chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
     show(chain, b"no picture")
     # a key in the recipe is only for this machine
@@ -280,7 +285,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
         "url": "https://me:s3cret@tools.org:8443/mcp?key=s3cret",
     }
     recipe = {"mcp_servers": {"one": server, "two": {"url": "http://[${HOST}]/mcp"}}}
-    with Tracking(TrackConfig(trackers=["trackio"], project="faults"), "run", tmp_path, recipe) as tracking:
+    with Tracking(TrackConfig(trackers=["trackio"]), "run", tmp_path, recipe) as tracking:
         with caplog.at_level(logging.WARNING):
             tracking.note_groups(1, [Group("g", {}, [chain])])
         tracking.log({"step": 1, "loss": 0.5})

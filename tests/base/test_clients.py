@@ -79,7 +79,7 @@ async def test_inference_servers_get_no_request_by_a_redirect() -> None:
         for path, told in (("/endless", "more than 1,000 bytes"), ("/bomb", "answers in gzip")):
             with pytest.raises(LostError, match=told):
                 await connection.request("POST", url + path, b"{}", most=1000)
-        status, told = await connection.request("POST", url + "/redirect", b'"secret"')
+        status, told, _ = await connection.request("POST", url + "/redirect", b'"secret"')
         assert (status, told) == (307, "it redirects to /elsewhere, which is not followed; fix: write that address")
         assert seen == []
         for models in ("[" * 100_000, "[]", {"data": None}, {"data": ["policy"]}, {"data": [{"root": "x"}]}):

@@ -189,7 +189,7 @@ def test_sglang_refuses(project: Path, settings: str, field: str, said: str) -> 
         "teacher={context: errors, divergence: forward_kl, top_k: 8}; train.algorithm=distill; "
         "rewards=[]; eval.data=null",
         f"{TEACHER}; train.algorithm=distill; rewards=[]; eval.data=null; rollout.group_size=1",
-        f"{TEACHER}; train.algorithm=distill; teacher={{divergence: jensen_shannon, options: {{beta: 0.1}}}}",
+        f"{TEACHER}; train.algorithm=distill; teacher.divergence=jensen_shannon",
         "train.algorithm=sft; data.path=talks.jsonl",
         "train.algorithm=gigpo; tools=[my_tools.py:Place]",
         "train.algorithm=gigpo; mcp_servers={parts: {command: python, args: [parts.py]}}",

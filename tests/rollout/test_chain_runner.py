@@ -157,7 +157,7 @@ async def test_parallel_calls_answer_in_order(tmp_path: Path) -> None:
 
 async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
     turns = [call("write", text="a") + "\n" + call("write", text="b"), call("burn"), "done"]
-    limits = {"calls_per_second": {"write": 20}}
+    limits = {"calls_per_second": {"write": 1}}
     async with diary(tmp_path, turns, limits=limits) as chains:
         trajectory = await chains.run()
     # on a busy machine the calls of later turns wait for milliseconds, too

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.chains.context import is_long
-from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.config import ContextConfig, RolloutConfig
 from agentfactory.rollout.trajectory import Outcome
 from tests.chat_tokenizers import STRIPS_REASONING
 from tests.scripted_chains import scripted_chains

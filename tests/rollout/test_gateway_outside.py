@@ -182,12 +182,6 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
     with pytest.raises(SettingError, match=r"rollout\.agent: the variable AGENTFACTORY_TOKEN is not set"):
         OutsideAgent(OutsideOptions())
-    monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
-    agent = OutsideAgent(OutsideOptions(fields=["question", "secrets"]))
-    with pytest.raises(
-        SettingError, match=r"options\.fields\.1: .*row 2 of data has no secrets, .*; fix: write secret$"
-    ):
-        agent.check_rows([{"question": "", "secrets": ""}, {"question": "", "secret": ""}], "data")
     assert RolloutConfig(agent="outside").agent == AgentConfig(name="outside")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of name and command"):
         AgentConfig(name="outside", command=["x"])

@@ -19,7 +19,7 @@ from agentfactory.base.processes.sandbox_limits import SandboxKind
 from agentfactory.rollout.chains.chain_runner import begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory

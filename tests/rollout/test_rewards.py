@@ -176,6 +176,9 @@ async def test_weights_scale_what_is_summed_and_not_what_is_logged(load: Callabl
     scored = await rewards.score(TRAJECTORY, {"answer": "ab"}, None)
     assert scored == EnvironmentReward(4.0 - 3.0, {"reward/one": 8.0, "fields": 1.0, "reward/three": 3.0})
 
+    twice = load("mine.py:one", "mine.py:one")
+    assert (await twice.score(TRAJECTORY, {"answer": "ab"}, None)).metrics.keys() >= {"reward/one", "reward/one_2"}
+
     scored = await load({"reward": "mine.py:by_turn", "weight": 0.5}).score(replace(TRAJECTORY, turns=2), {}, None)
     assert scored == EnvironmentReward(0.5, {}, [0.5, 1.5])
 
@@ -304,7 +307,6 @@ OPTION = "rewards.1.options"
     [
         ("mine.py:two", {}, "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
         ("exact_mach", {}, "rewards.1", r"'exact_mach' is not prebuilt .*; fix: name an object"),
-        ("mine.py:one", {}, "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
         ("mine.py:Counting", {}, OPTION, "could not be created.*its options are start"),
         ("mine.py:shortest", {"bnus": 1}, f"{OPTION}.bnus", "use one of answer, bonus"),
         ("mine.py:three", {"trajectory": 1}, f"{OPTION}.trajectory", "from the chain"),

@@ -186,7 +186,7 @@ async def ask(served: Served, client: InferenceClient, ids: list[int], parts: li
     """Send a request by hand, and return the status and the answer."""
     body = {"token_ids": ids, "content_parts": parts, "return_token_ids": True, "model": "policy"}
     body["sampling_params"] = {"max_tokens": 1}
-    status, text = await client.connection.request("POST", served.url + GENERATE, json.dumps(body).encode())
+    status, text, _ = await client.connection.request("POST", served.url + GENERATE, json.dumps(body).encode())
     return status, json.loads(text)
 
 

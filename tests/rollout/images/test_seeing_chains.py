@@ -194,7 +194,7 @@ async def test_a_sampled_image_token_fails_the_chain(model, tmp_path):
 @pytest.mark.parametrize("policy", ["truncate", "summarize"])
 async def test_context_policies_leave_out_images_as_whole_turns(model, tmp_path, policy):
     texts = [*(look(200, 200, n) for n in range(4)), "a summary", "done", "done"]
-    rollout = {"context": {"policy": policy, "keep_turns": 1}, "max_turns": 9, "max_total_tokens": 934}
+    rollout = {"context": {"policy": policy, "keep_turns": 1}, "max_turns": 9, "max_total_tokens": 1534}
     async with seeing(model, tmp_path, texts, rollout=rollout) as chains:
         chain = await chains.run(images=[picture(1)])
         chains.check(chain)
