@@ -62,7 +62,7 @@ PARTS = {
 """Part -> its most seconds, in the order in which they are run: what is known least, or decides most, comes first."""
 LEAST_SECONDS = 20
 """No part begins with less."""
-PIECE_MIB = 50
+PIECE_MIB = 30
 KEPT = r"vllm/.*\.(py|json)|vllm/(_C_stable_libtorch|cumem_allocator|spinloop|fs_io_C|.*fa3_C)\..*so|[^/]*dist-info/.*"
 """Members of vLLM's wheel that are carried."""
 LEFT = re.compile(r"vllm/(third_party/(fmha_sm100|deep_gemm)|model_executor/layers/fused_moe/configs)/")
@@ -232,25 +232,33 @@ def is_finished(record: Path) -> bool:
 def install(folder: Path, output: Path) -> None:
     """Install the wheels into `output`, once, and make all that has come importable."""
     site, data = output / "site", output / "data"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    output.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.json"):
         if not (output / earlier.name).exists():
             shutil.copy(earlier, output)
     if not site.exists():
-        site.mkdir(parents=True)
-        if found := sorted((folder / "wheels").glob("*.whl")):
-            subprocess.run([*pip, f"--target={site}", *found], check=True)
+        passing = output / ".site"
+        passing.mkdir(exist_ok=True)
+        install_wheels(folder / "wheels", passing)
         # agentfactory's own metadata, which the doctor reads, and vLLM for its plugin
-        egg = [sys.executable, "setup.py", "--quiet", "egg_info", f"--egg-base={site}"]
+        egg = [sys.executable, "setup.py", "--quiet", "egg_info", f"--egg-base={passing}"]
         subprocess.run(egg, cwd=REPOSITORY, check=True)
+        passing.rename(site)
     unpack(folder, data)
-    paths, vllm = [site, REPOSITORY], data / "vllm"
-    ours = ".".join(map(str, sys.version_info[:2]))
-    if vllm.exists() and json.loads((vllm / "packages.json").read_text(encoding="utf-8"))["python"] == ours:
+    paths, vllm, python = [site, REPOSITORY], data / "vllm", ".".join(map(str, sys.version_info[:2]))
+    # on another Python, vLLM is rehearsed with stubs alone
+    if vllm.exists() and json.loads((vllm / "packages.json").read_text(encoding="utf-8"))["python"] == python:
         if not (vllm / "site").exists():
-            subprocess.run([*pip, f"--target={vllm / 'site'}", *vllm.glob("wheels/*.whl")], check=True)
+            install_wheels(vllm / "wheels", vllm / "site")
         paths += [vllm / "code", vllm / "site"]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+
+
+def install_wheels(wheels: Path, site: Path) -> None:
+    """Install all wheels of a folder into `site`, if there are any."""
+    if found := sorted(wheels.glob("*.whl")):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        subprocess.run([*pip, "--upgrade", f"--target={site}", *found], check=True)
 
 
 def run_part(name: str, output: Path, seconds: float) -> dict[str, Any]:
@@ -261,9 +269,8 @@ def run_part(name: str, output: Path, seconds: float) -> dict[str, Any]:
     elif name.endswith(".py"):
         found = {"part": name, "found": run_benchmark(name, output, seconds)}
     else:
-        problem = _run(
-            [sys.executable, "-m", "benchmarks.gpu_parts", name, str(output)], output / f"{name}.log", seconds
-        )
+        log = output / f"{name}.log"
+        problem = _run([sys.executable, "-m", "benchmarks.gpu_parts", name, str(output)], log, seconds)
         found = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {"part": name, "found": {}}
         found |= {} if problem is None else {"incomplete": problem, "log": _last(log)}
     incomplete = found["incomplete"] if "incomplete" in found else found["found"].pop("incomplete", None)

@@ -104,7 +104,9 @@ def leak(findings: Findings) -> None:
 
     size = 2**24 if GPU else 2**12
     state = {f"w{number}": torch.randn(size, device=DEVICE).bfloat16() for number in range(16)}
-    sync, after = IpcSync([], buffer_bytes=8 * size), []
+    # a sync asks its servers for their model; there are none here
+    sync, after = IpcSync.__new__(IpcSync), list[float]()
+    sync._copy, sync._shared, sync._buffer_bytes, sync._device = {}, [], 8 * size, DEVICE
     sync._allocate(state)
     for _ in range(6):
         with ExitStack() as stack:

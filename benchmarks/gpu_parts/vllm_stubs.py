@@ -21,6 +21,7 @@ from unittest.mock import MagicMock, patch
 
 FOLDER = Path(sys.argv[1])
 STUBS = ("_C_stable_libtorch", "cumem_allocator", "spinloop", "fs_io_C", "vllm_flash_attn._vllm_fa3_C")
+OPERATORS = ("_C", "_C_cache_ops", "_vllm_fa3_C")
 MODULES = (
     *("v1.worker.gpu_worker", "v1.worker.gpu.model_runner", "v1.attention.backends.flash_attn", "v1.engine.core"),
     *("model_executor.models.qwen2", "model_executor.models.qwen3", "lora.worker_manager", "device_allocator.cumem"),
@@ -30,6 +31,15 @@ MODULES = (
 
 class Reached(Exception):
     """The engine would start now."""
+
+
+class Stub(ModuleType):
+    """A compiled module that has whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
 
 
 class Finder(MetaPathFinder, Loader):
@@ -53,7 +63,7 @@ class Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return MagicMock(spec=ModuleType, __spec__=spec, __name__=spec.name, __path__=[])
+        return Stub(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -72,17 +82,23 @@ def stub_gpu() -> None:
     torch.cuda.get_device_name = lambda *_: properties.name
     torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment]
     torch.cuda.mem_get_info = lambda *_: (138 * 2**30, 139 * 2**30)
-    found = torch._ops._OpNamespace.__getattr__
+    found, registers = torch._ops._OpNamespace.__getattr__, torch.library.register_fake
 
     def look_up(namespace: Any, name: str) -> Any:
         try:
             return found(namespace, name)
         except AttributeError:
-            if namespace.name not in ("_C", "_C_cache_ops", "_vllm_fa3_C"):
+            if namespace.name not in OPERATORS:
                 raise
             return MagicMock(return_value=True)
 
+    def register_fake(name: Any, *rest: Any, **named: Any) -> Any:
+        """There is no operator whose shapes could be told."""
+        stubbed = isinstance(name, str) and name.partition("::")[0] in OPERATORS
+        return (lambda function: function) if stubbed else registers(name, *rest, **named)
+
     torch._ops._OpNamespace.__getattr__ = look_up  # type: ignore[method-assign]
+    torch.library.register_fake = register_fake
 
 
 def main() -> None:
@@ -95,7 +111,10 @@ def main() -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
     vllm.platforms._current_platform = NonNvmlCudaPlatform()
-    found: dict[str, Any] = {"stubbed": [*STUBS, "torch.cuda", "NVML"], "modules": {}}
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    cuda_wrapper.CudaRTLibrary = MagicMock  # type: ignore[misc]
+    found: dict[str, Any] = {"stubbed": [*STUBS, "torch.cuda", "NVML", "libcudart"], "modules": {}}
     for name in MODULES:
         try:
             importlib.import_module(f"vllm.{name}")
@@ -103,7 +122,6 @@ def main() -> None:
         except Exception as error:
             found["modules"][name] = f"{type(error).__name__}: {error}"[:300]
     found["start"] = start()
-    found["vllm"] = importlib.metadata.version("vllm")
     found["asked for in vain"] = sorted(finder.refused)
     print(json.dumps(found), flush=True)
     # the warm-up still waits for a server
