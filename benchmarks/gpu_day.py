@@ -45,7 +45,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ REPOSITORY = Path(__file__).parents[1]
 EXTRAS = ["liger-kernel", "bitsandbytes", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "hypothesis"]
 """Packages that the GPU tests use beside agentfactory's requirements."""
 PARTS = {
-    **{"race": 30, "leak": 60, "sdpa": 90, "vllm-imports": 90},
+    **{"race": 60, "leak": 60, "sdpa": 90, "vllm-imports": 90},
     **{"update-0.5b": 180, "vllm-full": 180, "vllm-adapters": 180, "vllm-time-share": 180},
     **{"fp8-0.5b": 180, "update-1.5b": 180, "fp8-1.5b": 180, "tests": 180, "placement.py": 180, "curve": 180},
 }
@@ -68,7 +68,7 @@ KEPT = r"vllm/.*\.(py|json)|vllm/(_C_stable_libtorch|cumem_allocator|spinloop|fs
 LEFT = re.compile(r"vllm/(third_party/(fmha_sm100|deep_gemm)|model_executor/layers/fused_moe/configs)/")
 OMITTED = re.compile(
     r"torch|nvidia-|flashinfer|tilelang|nvtx|quack|tokenspeed|humming|fastsafe|instant|pynvvideo|opencv|opentelemetry|"
-    r"anthropic|lm-format|outlines|numba",
+    r"anthropic|lm-format|outlines|numba|pycountry",
     re.IGNORECASE,
 )
 """Requirements of vLLM that the image has at other versions, or that nothing here enters."""
@@ -85,7 +85,7 @@ def download(freeze: Path, folder: Path, python: str, cuda: str, vllm: str) -> N
         return
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary) / "vllm"
-        fetch([f"vllm=={vllm}"], freeze, Path(temporary), python, alone=True)
+        fetch([f"vllm=={vllm}"], freeze, Path(temporary), python)
         [wheel] = Path(temporary).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
@@ -94,29 +94,28 @@ def download(freeze: Path, folder: Path, python: str, cuda: str, vllm: str) -> N
         wheel.unlink()
         [about] = made.glob("code/*.dist-info/METADATA")
         needs = re.findall(r"^Requires-Dist: (.*)$", about.read_text(encoding="utf-8"), re.MULTILINE)
-        needs = [need for need in needs if "extra ==" not in need and not OMITTED.match(need)]
-        fetch(needs, freeze, made / "wheels", python, {wheel.name for wheel in base.glob("*.whl")})
-        known = [*read_freeze(freeze), *(_name(each.name.split("-")[0]) for each in folder.glob("**/*.whl"))]
-        known += [_name(each.name.split("-")[0]) for each in made.glob("wheels/*.whl")]
+        needs = [re.sub(r"\[.*?\]", "", need) for need in needs if "extra ==" not in need and not OMITTED.match(need)]
+        fetch(needs, freeze, made / "wheels", python, OMITTED)
+        for wheel in base.glob("*.whl"):
+            (made / "wheels" / wheel.name).unlink(missing_ok=True)
+        brought = [*base.glob("*.whl"), *made.glob("wheels/*.whl")]
+        known = [*read_freeze(freeze), *(_name(wheel.name.split("-")[0]) for wheel in brought)]
         (made / "packages.json").write_text(json.dumps({"python": python, "there": sorted(set(known))}))
         pack("vllm", made, folder)
 
 
-def fetch(
-    wanted: list[str], freeze: Path, folder: Path, python: str, known: Collection[str] = (), alone: bool = False
-) -> None:
-    """Download wheels of requirements and, unless `alone`, of theirs, except those in `freeze` or named in `known`."""
+def fetch(wanted: list[str], freeze: Path, folder: Path, python: str, omitted: re.Pattern[str] | None = None) -> None:
+    """Download wheels of requirements, and of all that they require, except what is in `freeze` or `omitted`. A single
+    requirement comes alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = wanted if alone else resolve(wanted, read_freeze(freeze), python)
+    missing = wanted if len(wanted) == 1 else resolve(wanted, read_freeze(freeze), python)
+    missing = [line for line in missing if omitted is None or not omitted.match(line)]
     platforms = [f"--platform=manylinux_2_{number}_x86_64" for number in (17, 24, 27, 28, 31, 34)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     only = ["--only-binary=:all:", f"--python-version={python}", *platforms, "--platform=manylinux2014_x86_64"]
     subprocess.run([*pip, *only, f"--dest={folder}", *missing], check=True)
-    for wheel in folder.glob("*.whl"):
-        if wheel.name in known:
-            wheel.unlink()
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
-    print(f"{len([*folder.glob('*.whl')])} wheels, {size / 2**20:.0f} MiB: {', '.join(missing)}")
+    print(f"{len(missing)} wheels, {size / 2**20:.0f} MiB: {', '.join(missing)}")
 
 
 def resolve(wanted: list[str], installed: dict[str, str | None], python: str) -> list[str]:
@@ -251,7 +250,8 @@ def install(folder: Path, output: Path) -> None:
         if not (vllm / "site").exists():
             install_wheels(vllm / "wheels", vllm / "site")
         paths += [vllm / "code", vllm / "site"]
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    # threads that wait for others would spin on a busy machine
+    os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_WAIT_POLICY": "passive"}
 
 
 def install_wheels(wheels: Path, site: Path) -> None:
@@ -282,7 +282,7 @@ def run_part(name: str, output: Path, seconds: float) -> dict[str, Any]:
 
 def _last(log: Path) -> str:
     """Return the end of a log: nobody may be there to open it."""
-    return log.read_text(encoding="utf-8", errors="replace")[-1500:]
+    return log.read_text(encoding="utf-8", errors="replace")[-800:]
 
 
 def run_tests(output: Path, seconds: float) -> dict[str, Any]:

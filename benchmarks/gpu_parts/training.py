@@ -28,6 +28,7 @@ def prepared(name: str, data: Path) -> tuple[Size, Path]:
     size = SIZES[name if GPU else "tiny"]
     folder = data / (name if GPU else "tiny")
     if not (folder / "model" / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
         make_model(size, folder)
     return size, folder
 
@@ -55,7 +56,7 @@ def sdpa(findings: Findings) -> None:
     size, folder = prepared("0.5b", findings.data)
     for name, allowed in (("without cuDNN", False), ("with cuDNN", True)):
         # the learner disables it
-        update = make_update(replace(size, groups=2), folder, False, batching="tree", learning_rate=1e-4)
+        update = make_update(replace(size, groups=2 if GPU else 1), folder, False, batching="tree", learning_rate=1e-4)
         torch.backends.cuda.enable_cudnn_sdp(allowed)
         findings.add(f"finite gradients {name}", gradients_are_finite())
         findings.add(f"gradient norms {name}", [norm for _ in range(10 if GPU else 3) for norm in update()])
@@ -86,7 +87,7 @@ def update(name: str, family: str, findings: Findings) -> None:
     """Speed, memory and kernels of an update, full weights, one form after the other; then those of an adapter."""
     size, folder = prepared(name, findings.data)
     # 68,000 tokens: more than the largest micro-batch
-    size = replace(size, groups=11) if GPU else size
+    size = replace(size, groups=11 if GPU else 1)
     for lora in (False, True):
         for form, settings in FORMS[family].items():
             label = f"{form}, adapter" if lora else form
