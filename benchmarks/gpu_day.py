@@ -139,7 +139,7 @@ def pack(name: str, path: Path, folder: Path) -> None:
     with tempfile.TemporaryFile() as whole:
         with tarfile.open(fileobj=whole, mode="w:xz", preset=6) as archive:
             archive.add(path, ".")
-        most, size = PIECE_MIB * 2**20, whole.tell()
+        most, size = int(PIECE_MIB * 2**20), whole.tell()
         count = -(-size // most)
         whole.seek(0)
         for number in range(1, count + 1):

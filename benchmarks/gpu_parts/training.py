@@ -148,7 +148,8 @@ def curve(findings: Findings) -> None:
         overrides += [f"model.path={model}", "sft.train.attention=flex_attention"]
     else:
         recipe = RECIPES / "quickstart" / "quickstart.yaml"
-        overrides += [] if GPU else ["sft.train.steps=30", "grpo.train.steps=2", "grpo.eval.data.limit=20"]
+        few = ["sft.train.steps=30", "grpo.train.steps=2", "grpo.train.warmup_steps=0", "grpo.eval.data.limit=20"]
+        overrides += [] if GPU else few
     findings.add("recipe", recipe.parent.name)
     began = (findings.data / "curve" / "grpo").exists()
     command = [sys.executable, "-m", "agentfactory", "train", str(recipe), *overrides, *(["--resume"] if began else [])]
