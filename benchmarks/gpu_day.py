@@ -282,7 +282,7 @@ def run_part(name: str, output: Path, seconds: float) -> dict[str, Any]:
 
 def _last(log: Path) -> str:
     """Return the end of a log: nobody may be there to open it."""
-    return log.read_text(encoding="utf-8", errors="replace")[-800:]
+    return log.read_text(encoding="utf-8", errors="replace")[-1200:]
 
 
 def run_tests(output: Path, seconds: float) -> dict[str, Any]:

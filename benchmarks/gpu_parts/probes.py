@@ -29,7 +29,11 @@ class CopyingCommunicator:
     def broadcast(self, buffer: Tensor, src: int, stream: Any = None) -> None:
         """Receive a buffer."""
         if GPU and stream is None:
-            stream = self._own.__dict__.setdefault("stream", torch.cuda.Stream())
+            if not hasattr(self._own, "stream"):
+                self._own.stream = torch.cuda.Stream()
+                self._own.stream.wait_stream(torch.cuda.current_stream())
+                torch.cuda.set_stream(self._own.stream)
+            stream = self._own.stream
         with torch.cuda.stream(stream) if GPU else nullcontext():
             self.received.append(buffer.clone())
 
@@ -48,6 +52,8 @@ def race(findings: Findings) -> None:
                 group.broadcast(buffer)
                 return
             of.broadcast(buffer, src=0)
+            if GPU:
+                torch.cuda.current_stream().synchronize()
 
         def make(number: int) -> Tensor:
             if GPU:

@@ -94,7 +94,7 @@ def imports(findings: Findings) -> None:
         reason = "no AGENTFACTORY_VLLM_PYTHON" if not PYTHON else "vLLM's pieces are not all here"
         findings.add("the GPU's wheel with stubs", f"not tried: {reason}")
         return
-    stubs = [PYTHON, str(Path(__file__).with_name("vllm_stubs.py")), str(code.parent)]
+    stubs = [PYTHON, str(Path(__file__).with_name("vllm_stubs.py")), str(code.parent), *GRAPHS]
     findings.add("the GPU's wheel with stubs", _last_json(stubs))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
 """Family -> form -> settings of `train`, beside those of `make_update`. On a CPU nothing is compiled for FP8."""
 
 
+WITH_ADAPTER = ("today", "flex, 64k tokens, compile", "auto", "fp8")
+"""Forms that are measured with an adapter, too."""
+
+
 def update(name: str, family: str, findings: Findings) -> None:
     """Speed, memory and kernels of an update, full weights, one form after the other; then those of an adapter."""
     size, folder = prepared(name, findings.data)
@@ -91,18 +96,22 @@ def update(name: str, family: str, findings: Findings) -> None:
     for lora in (False, True):
         for form, settings in FORMS[family].items():
             label = f"{form}, adapter" if lora else form
-            if label in findings or (lora and form not in ("today", "flex, 64k tokens, compile")):
-                continue
-            torch._dynamo.reset()
-            gc.collect()
-            if GPU:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            try:
-                made = make_update(size, folder, lora, **settings)
-                findings.add(label, time_update(made, size, folder) | kernels(made))
-            except (SettingError, torch.OutOfMemoryError) as error:
-                findings.add(label, {"refused": str(error)[:300]})
+            if label not in findings and (not lora or form in WITH_ADAPTER):
+                findings.add(label, measure(size, folder, lora, settings))
+
+
+def measure(size: Size, folder: Path, lora: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the findings on one form, or why there are none: the next one may have some."""
+    torch._dynamo.reset()
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        made = make_update(size, folder, lora, **settings)
+        return time_update(made, size, folder) | kernels(made)
+    except (SettingError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:400]}
 
 
 def kernels(act: Callable[[], Any]) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def kernels(act: Callable[[], Any]) -> dict[str, Any]:
 
 # ---- a curve
 
-SECONDS = 160
+SECONDS = 145
 
 
 def curve(findings: Findings) -> None:
@@ -151,8 +160,9 @@ def curve(findings: Findings) -> None:
         few = ["sft.train.steps=30", "grpo.train.steps=2", "grpo.train.warmup_steps=0", "grpo.eval.data.limit=20"]
         overrides += [] if GPU else few
     findings.add("recipe", recipe.parent.name)
-    began = (findings.data / "curve" / "grpo").exists()
-    command = [sys.executable, "-m", "agentfactory", "train", str(recipe), *overrides, *(["--resume"] if began else [])]
+    begun = (findings.data / "curve" / "grpo" / "checkpoints").exists()
+    how = "--resume" if begun else "--overwrite"
+    command = [sys.executable, "-m", "agentfactory", "train", str(recipe), *overrides, how]
     deadline = time.monotonic() + SECONDS
     process = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     while process.poll() is None and time.monotonic() < deadline:
@@ -161,7 +171,8 @@ def curve(findings: Findings) -> None:
     ended = process.poll()
     if ended is None:
         process.terminate()
-        process.wait(15)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(15)
     note_steps(findings)
     findings.add("ended", "by the time limit" if ended is None else f"with status {ended}")
     if ended:

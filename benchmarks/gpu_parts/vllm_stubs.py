@@ -1,5 +1,5 @@
-"""python vllm_stubs.py FOLDER: start the vLLM of a GPU wheel, whose pieces are unpacked in FOLDER, by our own launcher,
-until it would start its engine, with stubs in place of its compiled modules and of a GPU.
+"""python vllm_stubs.py FOLDER [FLAG ...]: start the vLLM of a GPU wheel, unpacked in FOLDER, by our own launcher until it
+would start its engine, with stubs in place of its compiled modules and of a GPU.
 
 It needs an environment with vLLM for a CPU, for the packages that vLLM imports; of those it shows to vLLM only what the
 GPU machine's image has, or what was carried. The last line is JSON: the modules that load, how far the start came, what
@@ -137,8 +137,9 @@ def start() -> str:
     from agentfactory.rollout.inference.vllm import vllm_server
 
     def reach(*_: object, vllm_config: Any, **__: object) -> None:
-        backend = vllm_config.weight_transfer_config.backend
-        raise Reached(f"the engine, with the weight transfer {backend} and {vllm_config.lora_config}"[:200])
+        transfer, graphs = vllm_config.weight_transfer_config.backend, vllm_config.compilation_config.cudagraph_mode
+        rank, sleeps = vllm_config.lora_config.max_lora_rank, vllm_config.model_config.enable_sleep_mode
+        raise Reached(f"the engine: transfer {transfer}, graphs {graphs}, adapters of rank {rank}, sleep mode {sleeps}")
 
     with tempfile.TemporaryDirectory() as folder:
         config = {
@@ -150,7 +151,8 @@ def start() -> str:
         config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = {"path": folder, "dtype": "bfloat16", "lora": {"rank": 16}}
-        recipe = RolloutRecipe.model_validate({"model": model, "server": {"engine": "vllm", "max_model_len": 512}})
+        server = {"engine": "vllm", "max_model_len": 512, "options": {"args": sys.argv[2:]}}
+        recipe = RolloutRecipe.model_validate({"model": model, "server": server})
         command = server_command(recipe, weight_transfer="ipc", sleeps=True)
         sys.argv = ["vllm_server", *command[command.index(folder) :]]
         try:
