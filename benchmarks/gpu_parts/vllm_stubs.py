@@ -1,5 +1,5 @@
-"""python vllm_stubs.py FOLDER [FLAG ...]: start the vLLM of a GPU wheel, unpacked in FOLDER, by our own launcher until it
-would start its engine, with stubs in place of its compiled modules and of a GPU.
+"""python vllm_stubs.py FOLDER [FLAG ...]: start the vLLM of a GPU wheel, unpacked in FOLDER, by our own launcher, until
+it would start its engine, with stubs in place of its compiled modules and of a GPU.
 
 It needs an environment with vLLM for a CPU, for the packages that vLLM imports; of those it shows to vLLM only what the
 GPU machine's image has, or what was carried. The last line is JSON: the modules that load, how far the start came, what
