@@ -5,7 +5,7 @@ what agentfactory and vLLM need beside them, for its Python and its CUDA:
 
     python benchmarks/gpu_day.py wheels FREEZE FOLDER [--python 3.12] [--cuda 130] [--vllm 0.32.0]
 
-FOLDER gets agentfactory's wheels, and vLLM in pieces, vllm-1-of-2 and so on: of its wheel only the Python files, the
+FOLDER gets agentfactory's wheels, and vLLM in pieces, vllm-1-of-4 and so on: of its wheel only the Python files, the
 common kernels, the allocator of its sleep mode and FlashAttention 3 (no mixture of experts, no FlashAttention 2), and
 the small packages that it imports. `gpu_day.py pack NAME PATH FOLDER` cuts any other folder into such pieces: NAME is
 `model` for the curve. Copy the repository and FOLDER there, all at once or a piece per call, and run:
@@ -24,11 +24,12 @@ calls that follow each other. The repository's own files are 10 MiB of each. FOL
 .git/info/exclude; OUTPUT is /tmp/day. Each call ends with `tar czf $OUT/day.tgz -C /tmp/day --exclude data --exclude
 site .`, and begins with `mkdir -p .day`:
 
-1. carries .day/wheels and .day/vllm-1-of-2: --minutes 4 --parts race,leak,sdpa,update-0.5b
-2. carries .day/vllm-2-of-2: --minutes 5 --parts vllm-imports,vllm-full,vllm-adapters
-3. carries nothing: --minutes 4 --parts vllm-time-share,fp8-0.5b,update-1.5b,curve
+1. carries .day/wheels and .day/vllm-1-of-4: --minutes 4 --parts race,leak,sdpa,update-0.5b
+2. carries .day/vllm-2-of-4: --minutes 3 --parts fp8-0.5b,update-1.5b
+3. carries .day/vllm-3-of-4 and .day/vllm-4-of-4: --minutes 6 --parts
+   vllm-imports,vllm-full,vllm-adapters,vllm-time-share,curve
 
-A model for the curve comes in calls before the third, each with one piece and `--minutes 0`; FOLDER/PART.json, from
+A model for the curve comes in calls before the third, each with a piece and `--minutes 0`; FOLDER/PART.json, from
 OUTPUT of a machine that has gone, goes with any call.
 """
 
@@ -135,9 +136,9 @@ def resolve(wanted: list[str], installed: dict[str, str | None], python: str) ->
 
 
 def pack(name: str, path: Path, folder: Path) -> None:
-    """Write a folder to `folder` as pieces of one archive, called NAME-1-of-2 and so on."""
+    """Write a folder to `folder` as pieces of one archive, called NAME-1-of-4 and so on."""
     with tempfile.TemporaryFile() as whole:
-        with tarfile.open(fileobj=whole, mode="w:xz", preset=6) as archive:
+        with tarfile.open(fileobj=whole, mode="w:xz", preset=3) as archive:
             archive.add(path, ".")
         most, size = int(PIECE_MIB * 2**20), whole.tell()
         count = -(-size // most)
