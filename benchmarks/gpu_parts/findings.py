@@ -39,7 +39,7 @@ class Findings:
 
     def add(self, name: str, value: Any) -> None:
         """Keep a finding, and print it."""
-        self.found[name] = _rounded(value)
+        self.found[name] = rounded(value)
         self.write(finished=False)
         print(json.dumps({name: self.found[name]}), flush=True)
 
@@ -51,10 +51,10 @@ class Findings:
         passing.replace(self._path)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Return `value` with floats of four digits; those that are not finite become their names, which JSON lacks."""
     if isinstance(value, float):
         return float(f"{value:.4g}") if value - value == 0 else str(value)
     if isinstance(value, dict):
-        return {str(key): _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value

@@ -18,7 +18,7 @@ from torch import nn
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.base.user_code.loading import load_object
-from benchmarks.gpu_parts.findings import DEVICE, GPU, Findings
+from benchmarks.gpu_parts.findings import DEVICE, GPU, Findings, rounded
 from benchmarks.placement import SIZES, Size, make_model, make_update, time_update, wait_for_device
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -181,13 +181,14 @@ def curve(findings: Findings) -> None:
 
 def note_steps(findings: Findings) -> None:
     """Keep what the run has logged."""
-    kept = ("step", "success", "reward", "eval/success", "mismatch/kl", "mismatch/max", "entropy", "tokens")
+    kept = ("step", "loss", "success", "reward", "mismatch/kl", "mismatch/max", "entropy", "tokens")
+    kept += ("eval/success", "eval/greedy/success", *(f"seconds/{name}" for name in ("step", "wait", "update", "sync")))
     for stage in ("sft", "grpo"):
         log = findings.data / "curve" / stage / "metrics.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
         steps = [json.loads(line) for line in lines if line.endswith("\n")]
-        chosen = [{k: v for k, v in step.items() if k in kept or k.startswith("seconds/")} for step in steps]
+        chosen = [{key: value for key, value in step.items() if key in kept} for step in steps]
         if stage == "sft":
             chosen = chosen[-1:]
-        if chosen and len(chosen) != len(findings.found.get(stage, [])):
+        if chosen and rounded(chosen) != findings.found.get(stage):
             findings.add(stage, chosen)
