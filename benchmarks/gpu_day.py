@@ -48,6 +48,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -265,10 +266,9 @@ def install_wheels(wheels: Path, site: Path) -> None:
 def run_part(name: str, output: Path, seconds: float) -> dict[str, Any]:
     """Run a part for at most `seconds`. Returns its JSON, which is in its file, too."""
     began, record = time.monotonic(), output / f"{name}.json"
-    if name == "tests":
-        found: dict[str, Any] = {"part": name, "found": run_tests(output, seconds)}
-    elif name.endswith(".py"):
-        found = {"part": name, "found": run_benchmark(name, output, seconds)}
+    if name == "tests" or name.endswith(".py"):
+        found: dict[str, Any] = {"part": name, "rehearsal": shutil.which("nvidia-smi") is None}
+        found["found"] = (run_tests if name == "tests" else partial(run_benchmark, name))(output, seconds)
     else:
         log = output / f"{name}.log"
         problem = _run([sys.executable, "-m", "benchmarks.gpu_parts", name, str(output)], log, seconds)
