@@ -182,7 +182,8 @@ def curve(findings: Findings) -> None:
 def note_steps(findings: Findings) -> None:
     """Keep what the run has logged."""
     kept = ("step", "loss", "success", "reward", "mismatch/kl", "mismatch/max", "entropy", "tokens")
-    kept += ("eval/sampled/success", "eval/greedy/success", *(f"seconds/{name}" for name in ("step", "wait", "update", "sync")))
+    kept += tuple(f"seconds/{name}" for name in ("step", "wait", "update", "sync"))
+    kept += ("eval/sampled/success", "eval/greedy/success")
     for stage in ("sft", "grpo"):
         log = findings.data / "curve" / stage / "metrics.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
