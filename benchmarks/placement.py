@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,10 @@ def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, fl
 # ---- update and decode, each in its own process
 
 
-def measure_update(size: Size, folder: Path, lora: bool, **settings: Any) -> dict[str, float]:
-    """Return the tokens, seconds and tokens per second of `Learner.update`, and its peak memory. `settings` are of
-    `train`."""
+def make_update(size: Size, folder: Path, lora: bool, **settings: Any) -> Callable[[], list[float]]:
+    """Return a function that makes one `Learner.update` and returns its gradient norms. The rows of a group share their
+    prompt, which saves work with trees alone. `settings` are of `train`."""
     from accelerate import Accelerator
-    from transformers import AutoConfig
-    from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
 
     from agentfactory.trainers.batches.batch import TrainingRow
     from agentfactory.trainers.config import TrainRecipe
@@ -200,24 +199,46 @@ def measure_update(size: Size, folder: Path, lora: bool, **settings: Any) -> dic
     budget = 16 * size.length
     train = {"steps": 1, "learning_rate": 1e-6, "batching": "packed", "token_budget": budget, **settings}
     recipe = TrainRecipe.model_validate({"model": model, "train": {"gradient_checkpointing": True, **train}})
-    if device() == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     learner = Learner(recipe, Accelerator())
     draw = random.Random(0)
     rows = []
-    for _ in range(size.groups * GROUP):
-        targets = list(range(size.prompt, size.length))
-        streams = {name: [1.0] * len(targets) for name in ("behaviour", "weight")}
-        streams |= {"advantage": [draw.gauss(0, 1)] * len(targets), "mixed": [0.0] * len(targets)}
-        rows.append(TrainingRow([draw.randrange(size.vocabulary) for _ in range(size.length)], targets, streams))
+    for _ in range(size.groups):
+        prompt = draw.choices(range(size.vocabulary), k=size.prompt)
+        for _ in range(GROUP):
+            targets = list(range(size.prompt, size.length))
+            streams = {name: [1.0] * len(targets) for name in ("behaviour", "weight")}
+            streams |= {"advantage": [draw.gauss(0, 1)] * len(targets), "mixed": [0.0] * len(targets)}
+            ids = prompt + draw.choices(range(size.vocabulary), k=size.answer)
+            rows.append(TrainingRow(ids, targets, streams))
+
+    def update() -> list[float]:
+        made = update_policy(learner, learner.deal(rows), recipe).updates
+        wait_for_device()
+        return [each.grad_norm for each in made]
+
+    return update
+
+
+def measure_update(size: Size, folder: Path, lora: bool, **settings: Any) -> dict[str, float]:
+    """Return the tokens, seconds and tokens per second of `Learner.update`, and its peak memory. `settings` are of
+    `train`."""
+    if device() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return time_update(make_update(size, folder, lora, **settings), size, folder)
+
+
+def time_update(update: Callable[[], list[float]], size: Size, folder: Path) -> dict[str, float]:
+    """Time a function from `make_update`; see `measure_update`."""
+    from transformers import AutoConfig
+    from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
+
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
-        update_policy(learner, learner.deal(rows), recipe)
-        wait_for_device()
+        update()
         seconds.append(time.perf_counter() - started)
     # the first update is a warm-up
-    tokens, fastest = size.length * len(rows), min(seconds[1:])
+    tokens, fastest = size.length * size.groups * GROUP, min(seconds[1:])
     rate = tokens / fastest
     found = {"tokens": tokens, "seconds": fastest, "tokens_per_second": rate, "peak_gib": peak_gib()}
     name = torch.cuda.get_device_name() if device() == "cuda" else ""

@@ -1,27 +1,15 @@
 """benchmarks/gpu_day.py: what it reads of an image's packages, and what it reports of parts that are ended or fail."""
 
-import importlib.util
+import json
+import random
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.conftest import REPOSITORY
+from benchmarks import gpu_day
 from tests.waiting import wait_for
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_day", REPOSITORY / "benchmarks" / "gpu_day.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_day = load()
 
 
 def test_a_freeze_is_read_with_packages_from_files_and_local_versions(tmp_path: Path) -> None:
@@ -55,6 +43,35 @@ def test_a_folder_of_wheels_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="wheels is no folder; fix: copy"):
         gpu_day.run(tmp_path / "wheels", tmp_path / "output", 9)
     assert not (tmp_path / "output").exists()
+
+
+def test_pieces_are_joined_when_all_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "PIECE_MIB", 0.001)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "weights").write_bytes(content := random.Random(0).randbytes(3000))
+    gpu_day.pack("model", tmp_path / "made", tmp_path)
+    for piece in sorted(tmp_path.glob("model-*")):
+        assert not (tmp_path / "data" / "model").exists()
+        (call := tmp_path / f"call-{piece.name}").mkdir()
+        piece.rename(call / piece.name)
+        gpu_day.unpack(call, tmp_path / "data")
+    assert (tmp_path / "data" / "model" / "weights").read_bytes() == content
+
+
+@pytest.mark.processes
+def test_a_later_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(gpu_day, "install", lambda *_: None)
+    (parts := tmp_path / "benchmarks" / "gpu_parts").mkdir(parents=True)
+    (parts / "__init__.py").touch()
+    script = "import sys, pathlib; pathlib.Path('race.json').write_text({!r}); sys.exit({!r})"
+    for told, left in (("no vLLM yet", ["race"]), (0, []), ("is not run again", [])):
+        content = json.dumps({"found": {"told": told}, "finished": told == 0})
+        (parts / "__main__.py").write_text(script.format(content, told))
+        assert gpu_day.run(tmp_path, tmp_path, 1, ["race"])["left"] == left
+        record = json.loads((tmp_path / "race.json").read_text())
+        assert record.get("log") == ("no vLLM yet\n" if left else None)
+    assert record["found"] == {"told": 0}
 
 
 @pytest.mark.processes
