@@ -102,7 +102,7 @@ def old_run(folder: Path) -> RunFolder:
     groups = [json.loads(old_line(group).replace("tool1", LONG_NAME)) for group in read_groups(saved)]
     for group in groups:
         for one in group["trajectories"]:
-            for name in ("timeline", "malformed_turns", "stop_reason", "workspaces"):
+            for name in ("timeline", "malformed_turns", "stop_reason"):
                 del one[name]
             for row in one["rows"]:
                 del row["roles"], row["turn_ends"]
