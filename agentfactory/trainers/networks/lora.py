@@ -71,6 +71,9 @@ def add_adapter(
     )
     torch.manual_seed(seed)
     model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
+    for layer in _layers(model):
+        # autocast chooses the precision; peft would make the input float32 first
+        layer.cast_input_dtype_enabled = False
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -167,7 +170,7 @@ def adapters_off(model: "PeftModel") -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
+def _layers(model: "PeftModel") -> Iterator[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
