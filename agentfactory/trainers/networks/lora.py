@@ -31,7 +31,6 @@ from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 logger = logging.getLogger(__name__)
 
