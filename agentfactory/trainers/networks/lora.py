@@ -31,6 +31,7 @@ from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,6 @@ def add_adapter(
     )
     torch.manual_seed(seed)
     model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
-    for layer in _layers(model):
-        # autocast chooses the precision; peft would make the input float32 first
-        layer.cast_input_dtype_enabled = False
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -169,7 +167,7 @@ def adapters_off(model: "PeftModel") -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _layers(model: "PeftModel") -> Iterator[Any]:
+def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
