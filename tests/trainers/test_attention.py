@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,3 +116,10 @@ def test_a_mask_takes_no_memory_of_length_by_length() -> None:
     with Sizes():
         block_mask(ends)
     assert largest < 2**20
+
+
+def test_runs_of_about_one_length_share_a_call() -> None:
+    """160,000 pairs of tokens against 152,100, 10,000 and 9: a further call costs as much as 32,768."""
+    members = [(np.arange(0), np.arange(length)) for length in (100, 400, 3, 390)]
+    groups = attention_module._groups(members, 0)
+    assert [[len(run) for _, run in group] for group in groups] == [[400, 390], [100, 3]]

@@ -1,5 +1,7 @@
 """Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing)."""
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
 from agentfactory.base.errors import SettingError
-from agentfactory.trainers.batches.packing import RUN_LENGTH
+from agentfactory.trainers.batches.packing import BRANCH_TOKENS, PAIRS_PER_TOKEN, RUN_LENGTH, Ids
 
 BY_RUNS = "sdpa_by_runs"
-"""transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
+"""transformers' sdpa, applied separately to each group of runs of a line: the attention of our networks."""
 BY_BLOCKS = "flex_attention_by_blocks"
 """transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
 IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indices": "selected keys"}
@@ -28,18 +30,19 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive tokens of a line; each attends to the previous token and to everything that token attends to."""
+class Group:
+    """Runs whose attention is one call: `count` runs of at most `queries` tokens, each with at most `keys` keys. A run
+    is consecutive tokens of a line; each attends to the previous token and to everything that token attends to."""
 
-    length: int
-    seen: list[int]
-    """Pieces of the line that the last token of the run attends to."""
-    mask: Float[Tensor, "1 1 run seen"] | None
+    count: int
+    queries: int
+    keys: int
+    mask: Float[Tensor, "1 1 queries keys"] | None
     """Mask added to the scores; None if attention is causal."""
 
 
 class Runs:
-    """The runs of a line, in order. A separate object, so that torch.compile does not trace into it."""
+    """The runs of a line, in groups. A separate object, so that torch.compile does not trace into it."""
 
     def __init__(self, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype) -> None:
         # `positions` and `ends` as in MicroBatch
@@ -51,20 +54,47 @@ class Runs:
         # the first of a tree's branches, at depth 0, has plain causal attention
         runs = [np.arange(start, end, RUN_LENGTH) if places[start] else [start] for start, end in bounds]
         starts = np.concatenate(runs)
-        context = [np.flatnonzero(last[:start] > start) for start in starts]
-        # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
-        forks = [seen[-1:] + 1 for seen in context]
-        cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
-        self.pieces: list[int] = np.diff(cuts).tolist()  # lengths
-        self.all: list[Run] = []
-        piece_of = np.repeat(np.arange(len(self.pieces)), self.pieces)
-        for start, end, seen in zip(starts, [*starts[1:], len(line)], context, strict=True):
-            pieces = np.unique(np.append(piece_of[seen], piece_of[start:end])).tolist()
-            mask = None
-            if len(seen) and end - start > 1:
-                later = torch.full((end - start, end - start), float("-inf"), dtype=dtype, device=ends.device).triu(1)
-                mask = nn.functional.pad(later, (len(seen), 0))[None, None]
-            self.all.append(Run(int(end - start), pieces, mask))
+        alike: dict[int, list[tuple[Ids, Ids]]] = defaultdict(list)
+        for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
+            seen = np.flatnonzero(last[:start] > start)
+            alike[len(seen)].append((seen, line[start:end]))
+        self.groups: list[Group] = []
+        queries, keys, order, count = [], [], np.empty_like(line), 0
+        for seen_by_each, members in alike.items():
+            for group in _groups(members, seen_by_each):
+                length = len(group[0][1])
+                # the rest of a shorter run is repeated tokens: later than its keys, and not in the result
+                own = np.stack([np.resize(run, length) for _, run in group])
+                for number, (_, run) in enumerate(group):
+                    order[run] = count + number * length + np.arange(len(run))
+                queries.append(own.ravel())
+                keys.append(np.concatenate([np.stack([seen for seen, _ in group]), own], axis=1).ravel())
+                mask = None
+                if seen_by_each:
+                    later = torch.full((length, length), float("-inf"), dtype=dtype, device=ends.device).triu(1)
+                    mask = nn.functional.pad(later, (seen_by_each, 0))[None, None]
+                self.groups.append(Group(len(group), length, seen_by_each + length, mask))
+                count += len(group) * length
+        indices = np.concatenate(queries), np.concatenate(keys), order
+        self.queries, self.keys, self.order = (torch.from_numpy(index).to(ends.device) for index in indices)
+        """Indices in the line of the queries and the keys of all groups, and of the line's tokens among the queries."""
+
+
+def _groups(members: list[tuple[Ids, Ids]], seen: int) -> Iterator[list[tuple[Ids, Ids]]]:
+    """Yield runs that see the same number of earlier tokens, by length: a shorter run is padded to the longest of its
+    group where that costs at most another call, or a quarter of its own attention."""
+    members = sorted(members, key=lambda member: -len(member[1]))
+
+    def pairs(member: tuple[Ids, Ids]) -> int:
+        return len(member[1]) * (seen + len(member[1]))
+
+    group = members[:1]
+    for member in members[1:]:
+        if pairs(group[0]) - pairs(member) > max(BRANCH_TOKENS * PAIRS_PER_TOKEN, pairs(member) / 4):
+            yield group
+            group = []
+        group.append(member)
+    yield group
 
 
 def attention_by_runs(
@@ -84,37 +114,51 @@ def attention_by_runs(
     if runs is None:
         attend = _capped if options.get("softcap") else sdpa_attention_forward
         return attend(module, query, key, value, attention_mask, **options)
-    return _each_run(module, query, key, value, runs, options), None
+    return _by_groups(module, query, key, value, runs, options), None
 
 
 # each line has different runs: a compiled function would be recompiled every time
 @torch.compiler.disable
-def _each_run(
+def _by_groups(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: dict[str, Any]
-) -> Float[Tensor, "batch length heads width"]:
-    # use split: its backward pass joins the pieces' gradients once; the backward pass of a slice fills a whole line
-    keys, values = key.split(runs.pieces, dim=2), value.split(runs.pieces, dim=2)
+) -> Float[Tensor, "1 length heads width"]:
+    def taken(tensor: Tensor, index: Tensor) -> Float[Tensor, "tokens heads width"]:
+        # as rows of a table, whose backward pass adds up the gradients of all runs at once
+        return nn.functional.embedding(index, tensor[0].transpose(0, 1).flatten(1)).unflatten(1, (tensor.shape[1], -1))
+
+    query, key, value = _in_autocasts_precision(query, key, value)
+    asked = taken(query, runs.queries).split([group.count * group.queries for group in runs.groups])
+    sizes = [group.count * group.keys for group in runs.groups]
+    seen, known = (taken(tensor, runs.keys).split(sizes) for tensor in (key, value))
     parts = []
-    for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
-        seen, known = (torch.cat([pieces[piece] for piece in run.seen], dim=2) for pieces in (keys, values))
+    for group, *tensors in zip(runs.groups, asked, seen, known, strict=True):
+        one, two, three = (tensor.unflatten(0, (group.count, -1)).transpose(1, 2) for tensor in tensors)
         if options.get("softcap"):
-            parts.append(_capped(module, queries, seen, known, run.mask, **options)[0])
-        elif run.mask is None:
-            parts.append(sdpa_attention_forward(module, queries, seen, known, None, **options)[0])
+            found = _capped(module, one, two, three, group.mask, **options)[0]
+        elif group.mask is None:
+            found = sdpa_attention_forward(module, one, two, three, None, **options)[0]
         else:
-            parts.append(_masked(queries, seen, known, run.mask, options))
-    return torch.cat(parts, dim=1)
+            found = _masked(one, two, three, group.mask, options)
+        parts.append(found.flatten(0, 1))
+    return taken(torch.cat(parts).transpose(0, 1)[None], runs.order)[None]
+
+
+def _in_autocasts_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in autocast's precision, if it is enabled: rotary embeddings return float32."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors) if torch.is_autocast_enabled(device) else tensors
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    # groups take the place of lines: their heads share keys, which transformers would copy
-    _, heads, length, _ = query.shape
-    groups = key.shape[1]
-    grouped = query.reshape(groups, heads // groups, length, -1)
-    seen, known = (tensor.transpose(0, 1).expand(-1, heads // groups, -1, -1) for tensor in (key, value))
+    # groups of heads take the place of lines: they share keys, which transformers would copy for each
+    lines, heads, length, _ = query.shape
+    several = heads // key.shape[1]
+    grouped = query.reshape(lines * key.shape[1], several, length, -1)
+    seen, known = (tensor.flatten(0, 1)[:, None].expand(-1, several, -1, -1) for tensor in (key, value))
     attend = nn.functional.scaled_dot_product_attention
     found = attend(grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling"))
-    return found.reshape(1, heads, length, -1).transpose(1, 2)
+    return found.reshape(lines, heads, length, -1).transpose(1, 2)
 
 
 def _capped(
@@ -150,10 +194,7 @@ def attention_by_blocks(
 ) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
     """Attention function for transformers, under autocast in autocast's precision, as sdpa: rotary embeddings return
     float32, and FlexAttention's backward pass refuses to mix precisions, which torch's autocast does not cover."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _in_autocasts_precision(query, key, value)
     return flex_attention_forward(module, query, key, value, attention_mask, **options)
 
 
