@@ -13,7 +13,7 @@ import yaml
 from transformers import Qwen3Config
 
 from agentfactory.commands.main import main
-from agentfactory.commands.options import completion_script, parse
+from agentfactory.commands.options import complete_override, completion_script, parse
 from tests.chat_tokenizers import make_tokenizer, trl_template
 
 pytestmark = pytest.mark.processes
@@ -301,6 +301,17 @@ def completed(line: str) -> set[str]:
 
 
 @pytest.mark.extended
+def test_fields_and_values_complete_by_the_schema() -> None:
+    assert {"train.schedule=", "rollout.agent.options.env=", "data.path="} < {*complete_override("")}
+    assert complete_override("train.schedule=") == [
+        f"train.schedule={n}" for n in ["constant", "linear", "cosine", "wsd"]
+    ]
+    assert complete_override("train.liger=") == ["train.liger=true", "train.liger=false"]
+    assert complete_override("train.keep_last=") == ["train.keep_last=null"]
+    assert complete_override("rollout.inflight=") == ["rollout.inflight=recompute", "rollout.inflight=keep"]
+    assert complete_override("data.columns=") == complete_override("nothing=") == []
+
+
 def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     assert {"train", "tools"} <= completed("agentfactory t")
     assert completed("agentfactory tools ch") == {"check"}

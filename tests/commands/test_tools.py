@@ -13,6 +13,7 @@ from jsonschema.validators import validator_for
 from PIL import Image
 
 from agentfactory.commands.main import main
+from agentfactory.commands.tried_servers import _example
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.vision_models import make_vision_model
 
@@ -299,3 +300,15 @@ def test_a_served_file_is_a_server_for_recipes(recipe: Path, tools: Tools) -> No
     assert tools(0, "call", recipe.with_name("served.yaml"), "add", "a=40", "--task", '{"start": "x"}').out == "42\n"
     with pytest.raises(SystemExit, match="2"):
         tools(2, "serve", "none.py")
+
+
+def test_an_example_of_arguments_fits_its_schema() -> None:
+    place = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 4}}, "required": ["x"]}
+    for schema, example in (
+        *((True, "w"), ({"type": []}, "w"), ({"type": "string"}, "w"), ({"type": "boolean"}, False)),
+        *(({"$ref": "#/$defs/Place"}, {"x": 4}), ({"$ref": "#/$defs/None"}, "w"), ({"const": 7}, 7)),
+        *(({"enum": ["a", "b"]}, "a"), ({"anyOf": [{"type": "null"}, {"type": "string"}]}, None)),
+        ({"type": ["array", "null"], "items": {"type": "number"}}, [1]),
+        ({"type": "object", "properties": {"a": {"oneOf": [{"default": 2}]}}, "required": ["a"]}, {"a": 2}),
+    ):
+        assert _example(schema, {"$defs": {"Place": place}}, "w") == example

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import TaskOrder, load_tasks
 from agentfactory.rollout.data.notices import tell_shared_tasks
+from agentfactory.rollout.data.nulls import Nulls, drop_from_call, drop_from_schema
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 
@@ -137,3 +139,30 @@ def test_held_out_tasks_that_are_trained_on_are_told(caplog: pytest.LogCaptureFi
     assert record.getMessage().startswith("eval.data: 1 of 2 rows are also training tasks, the first is row 2; use ")
     tell_shared_tasks(training, [{"question": "a", "seed": 3}], "eval.data")
     assert len(caplog.records) == 1
+
+
+def test_nulls_of_columns_are_dropped_where_no_schema_allows_them() -> None:
+    place = {"properties": {"x": {"type": ["integer", "null"]}}}
+    fields = {
+        "place": {"$ref": "#/$defs/Place"},
+        "list": {"prefixItems": [{"properties": {"a": {}}}], "items": {"additionalProperties": False}},
+        "any": {"anyOf": [{"properties": {"b": {"type": "null"}}}, {"type": "string"}]},
+        **{"far": {"$ref": "other.json"}, "odd": {"$ref": "#/$defs/None"}},
+    }
+    schema = {"$defs": {"Place": place}, "properties": fields, "patternProperties": {"^n_": {"enum": [None, 1]}}}
+    kept = {"place": {"x": None}, "list": [{"a": None}, {}], "any": {"b": None}, "far": {"z": None}, "odd": {"z": None}}
+    given = {**kept, "place": {"x": None, "y": None}, "list": [{"a": None}, {"c": None}], "n_1": None, "none": None}
+    nulls = Nulls()
+    call = drop_from_call({"function": {"name": "f", "arguments": given}}, {"f": ToolSpec("f", "", schema)}, nulls)
+    assert call == {"function": {"name": "f", "arguments": {**kept, "n_1": None}}}
+    assert nulls == Nulls(dropped=3, allowed=6)
+    declared = {"const": None, "type": ["string", "null"]}
+    left = {"properties": {"b": declared}, "anyOf": [{}]}
+    column = {
+        "type": "object",
+        "default": None,
+        "properties": {"a": None, "b": {**declared, "title": None}},
+        "anyOf": [{"items": None}],
+    }
+    assert drop_from_schema(column, nulls, columnar=True) == {"type": "object", **left}
+    assert [drop_from_schema({"const": None}, nulls, columnar) for columnar in (False, True)] == [{"const": None}, {}]
