@@ -12,6 +12,7 @@ from agentfactory.base.files.untrusted_files import RefusedFileError
 from agentfactory.base.user_code.source_files import digests_of, source_files
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
 from agentfactory.recipe.composition import display, resolve_saved
+from agentfactory.recipe.removed_fields import fix_of_removed
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
@@ -27,7 +28,7 @@ _MAY_DIFFER = (
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
     # the operation of tools; `*` stands for a server's name
     *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
-    *("limits.calls_per_second", "limits.seconds_per_call"),
+    *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
     # the worker checks that the weights there are the same
     *("teacher.url", "teacher.api_key_env", "data.sources.*.teacher_url"),
 )
@@ -78,7 +79,8 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
             now = f"got {short(new[name])}" if name in new else "missing"
             then = f"with {short(old[name])}" if name in old else "without it"
             problem = f"{now}, but {display(where)} was trained {then}"
-            raise SettingError(name, problem, "set it back, or begin another run with output=OTHER", source="--resume")
+            fix = "" if fix_of_removed(name) else "set it back, or "
+            raise SettingError(name, problem, f"{fix}begin another run with output=OTHER", source="--resume")
     if checkpoint is None:
         return
     # a checkpoint of an older version has no digests

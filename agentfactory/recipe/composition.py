@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
+from agentfactory.recipe.removed_fields import complete_saved
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
-from agentfactory.rollout.config import ContextConfig, source_of
+from agentfactory.rollout.config import source_of
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -344,70 +344,8 @@ def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
     stages = resolved.get("stages")
     for stage in [resolved, *(stages if isinstance(stages, list) else ())]:
-        drop_constants(stage)
+        complete_saved(stage)
     return resolved
-
-
-_CONSTANTS: dict[str, Any] = {
-    "mcp_servers.*.cache": 0,
-    "mcp_servers.*.keep_workspaces": None,
-    "mcp_servers.*.pool.wait_seconds": 600.0,
-    "limits.parallel_calls": None,
-    "limits.result_bytes": 1 << 20,
-    "limits.on_breach.*.penalty": 0.0,
-    "model.lora.dropout": 0.0,
-    "rewards.*.name": None,
-    "rollout.agent.options.disk_mb": 4096,
-    "rollout.agent.options.fields": None,
-    "rollout.agent.options.keep_workspaces": None,
-    "rollout.agent.options.processes": 256,
-    "rollout.context.max_tokens": None,
-    "rollout.context.prompt": ContextConfig.prompt,
-    "teacher.options": {},
-    "teacher.options.beta": 0.5,
-    "track.project": "agentfactory",
-    "train.advantage.options.anchors": "environment",
-    "train.advantage.options.step_weight": 1.0,
-    "train.advantage.options.value_clip": 0.2,
-    "train.advantage.per_source": False,
-    "train.loss.options.negative_temperature": 1.05,
-    "train.loss.options.positive_temperature": 1.0,
-    "train.optimizer.eps": 1e-8,
-    "train.optimizer.groups": [],
-    "data.curriculum.solved": 0.95,
-    "data.curriculum.hopeless": 0.05,
-    "rollout.curriculum.solved": 0.95,
-    "rollout.curriculum.hopeless": 0.05,
-    "rollout.agent.options.token_env": "AGENTFACTORY_TOKEN",
-    "server.startup_seconds": 600.0,
-    "server.options.attach_key_env": None,
-    "server.options.mem_fraction_static": None,
-    "track.credit": True,
-}
-"""Fields that have become constants -> their value, with which runs have saved them."""
-
-
-def drop_constants(recipe: Any) -> None:
-    """Remove fields that have become constants from a saved recipe, if they have this value."""
-
-    def drop(data: Any, path: str) -> None:
-        for key in [*data] if isinstance(data, dict) else range(len(data)):
-            inner = f"{path}{key}"
-            if key == "context" and isinstance(data[key], dict):
-                # its options became its fields
-                data[key] |= data[key].pop("options", None) or {}
-            if isinstance(data[key], (dict, list)):
-                drop(data[key], f"{inner}.")
-            # a source of tasks has settings of `rollout` itself, and others as the recipe does
-            own = _SOURCE.sub("", inner)
-            names = {own} if own == inner else {own, f"rollout.{own}"}
-            if any(fnmatch(name, known) and data[key] == _CONSTANTS[known] for name in names for known in _CONSTANTS):
-                del data[key]
-
-    drop(recipe, "")
-
-
-_SOURCE = re.compile(r"^(eval\.)?data\.sources\.\d+\.")
 
 
 def _from_here(value: Any, folder: Path) -> Any:

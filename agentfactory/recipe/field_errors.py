@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from agentfactory.base.config import Choice, fields_of
 from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, chosen
+from agentfactory.recipe.removed_fields import fix_of_removed
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, TaskSource, source_of
 
@@ -61,7 +62,7 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             field = section.model_fields.get(keys[-1])
             return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
         case "extra_forbidden":
-            fix = None if choice is None else _other_choice(*choice, keys)
+            fix = fix_of_removed(name) or (None if choice is None else _other_choice(*choice, keys))
             if issubclass(section, TaskSource):
                 # its fields are its own: other programs' names for ours do not occur in it
                 fix = did_you_mean(name, list(fields_of(section)))

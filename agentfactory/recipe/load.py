@@ -17,7 +17,6 @@ from agentfactory.recipe.composition import (
     COMMAND_LINE,
     Composed,
     compose,
-    drop_constants,
     override,
     parse_overrides,
     read_mapping,
@@ -25,6 +24,7 @@ from agentfactory.recipe.composition import (
     replace_prefixes,
 )
 from agentfactory.recipe.field_errors import did_you_mean, familiar, setting_error
+from agentfactory.recipe.removed_fields import drop_removed
 from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 
 RecipeT = TypeVar("RecipeT", Recipe, StagedRecipe)
@@ -171,7 +171,7 @@ def _set_output(composed: Composed) -> None:
 
 
 def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
-    drop_constants(composed.data)
+    drop_removed(composed.data)
     data = replace_prefixes(composed.data, {"${prepared}": prepared, "${output}": str(composed.data["output"])})
     with composed.located():
         try:

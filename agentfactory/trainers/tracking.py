@@ -128,7 +128,8 @@ class Tracking:
     def _start(self, tracker: str, name: str) -> GeneralTracker:
         make = LOGGER_TYPE_TO_CLASS[tracker]
         # accelerate reads the variable of mlflow itself
-        project = os.environ.get(f"{tracker.upper()}_PROJECT", "agentfactory")
+        asked = os.environ.get(f"{tracker.upper()}_PROJECT") or "agentfactory"
+        project = self._runs.setdefault(f"project of {tracker}", asked)
         folder, known = self._folder, self._runs.get(tracker)
         if known is not None and tracker != "mlflow":
             # the folder may have another name by now

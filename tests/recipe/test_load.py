@@ -256,10 +256,19 @@ def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path
     data = yaml.safe_load(recipe.to_yaml())
     data["server"]["startup_seconds"], data["track"]["credit"] = 600.0, True
     data["rollout"]["curriculum"] |= {"solved": 0.95, "hopeless": 0.05}
+    data["rollout"]["context"] = {"policy": "keep", "options": {}, "keep_images": None}
     assert resolve_saved(data, project)["track"] == recipe.track.model_dump()
+    assert resolve_saved(data, project)["rollout"] == recipe.rollout.model_dump(mode="json")
+    # not options of the user's own
+    own = {"own": {"module": "a.py:A", "options": {"cache": False, "context": {"options": 1}, "keep_workspaces": None}}}
+    assert resolve_saved({"mcp_servers": own}, project) == {"mcp_servers": own}
     saved = write(project / "saved.yaml", yaml.safe_dump(data))
     assert load_and_check(saved) == recipe
-    refused(r"track\.credit: unknown key", "track.credit=false", path=saved)
+    refused(r"track\.credit: unknown key 'credit'; fix: remove it: it is always on", "track.credit=false", path=saved)
+    refused(r"rollout\.context\.options: .*fix: write its fields", "rollout.context.options=[1]", path=saved)
+    data["rollout"]["context"] = {"policy": "truncate", "options": {"keep_turns": 3}}
+    old = write(project / "old.yaml", yaml.safe_dump(data))
+    assert [loaded(old, *more).rollout.context.keep_turns for more in ((), ("rollout.context.keep_turns=4",))] == [3, 4]
 
 
 def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:

@@ -176,8 +176,8 @@ async def test_weights_scale_what_is_summed_and_not_what_is_logged(load: Callabl
     scored = await rewards.score(TRAJECTORY, {"answer": "ab"}, None)
     assert scored == EnvironmentReward(4.0 - 3.0, {"reward/one": 8.0, "fields": 1.0, "reward/three": 3.0})
 
-    twice = load("mine.py:one", "mine.py:one")
-    assert (await twice.score(TRAJECTORY, {"answer": "ab"}, None)).metrics.keys() >= {"reward/one", "reward/one_2"}
+    thrice = await load(*["mine.py:one"] * 3).score(TRAJECTORY, {"answer": "ab"}, None)
+    assert thrice.metrics.keys() == {"reward/one", "reward/one_2", "reward/one_3"}
 
     scored = await load({"reward": "mine.py:by_turn", "weight": 0.5}).score(replace(TRAJECTORY, turns=2), {}, None)
     assert scored == EnvironmentReward(0.5, {}, [0.5, 1.5])

@@ -15,7 +15,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
-from agentfactory.trainers.loop.token_advantages import Credit, turn_anchors
+from agentfactory.trainers.loop.token_advantages import Credit, observations
 from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
@@ -149,12 +149,12 @@ def test_what_was_seen_is_an_anchor_if_the_environment_gives_none() -> None:
     chain = said(("user", "go"), ("assistant", "x"), ("tool", "a wall"), ("assistant", "y"), ("tool", "a wall"))
     chain.messages.append({"role": "assistant", "content": "z"})
     chain.turns = 3
-    first, second, third = turn_anchors(chain)
+    first, second, third = observations(chain)
     assert first not in (second, None)
     assert second == third
     image = said(("user", [{"type": "image_url", "image_url": {"url": "image:abc"}}]), ("assistant", "x"))
     other = said(("user", [{"type": "image_url", "image_url": {"url": "image:abd"}}]), ("assistant", "x"))
-    assert turn_anchors(image) != turn_anchors(other)
+    assert observations(image) != observations(other)
 
 
 def test_a_complaint_is_no_state() -> None:
@@ -163,7 +163,7 @@ def test_a_complaint_is_no_state() -> None:
         ("assistant", "y"), ("assistant", "after a summary"),
     )  # fmt: skip
     chain.malformed_turns = [1]
-    _, before, after, nothing = turn_anchors(chain)
+    _, before, after, nothing = observations(chain)
     assert before == after
     assert nothing is None
 
@@ -171,9 +171,9 @@ def test_a_complaint_is_no_state() -> None:
 def test_messages_of_the_task_are_no_turns() -> None:
     chain = said(("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6"))
     chain.turns = 1
-    (anchor,) = turn_anchors(chain)
+    (anchor,) = observations(chain)
     assert anchor is not None
-    assert len(turn_anchors(Trajectory("c", [], [], Outcome.TIMEOUT))) == 0
+    assert len(observations(Trajectory("c", [], [], Outcome.TIMEOUT))) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes
             fix = "give a relative path without .., and not below another file"
             raise ValueError(f"files: {name!r} does not name a file of the workspace; {fix}")
     if (size := sum(map(len, contents.values())) / 2**20) > most_mb:
-        raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({most_mb})")
+        raise ValueError(f"files: they have {size:.0f} MiB, and a workspace may have {most_mb}; give smaller ones")
     return contents
 
 
@@ -69,7 +69,7 @@ def _read(name: str, folder: Path, most_mb: int) -> bytes:
     except (OSError, ValueError):  # ValueError: the name has a null byte
         raise ValueError(f"files: there is no file {name!r} in {folder}; create it, or correct the name") from None
     if len(content) > most_mb << 20:
-        raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({most_mb})")
+        raise ValueError(f"files: {name!r} is larger than the {most_mb} MiB of a workspace; give a smaller one")
     return content
 
 

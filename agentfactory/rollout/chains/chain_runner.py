@@ -302,6 +302,8 @@ class Runner(ABC):
                 trajectory.error = f"the chain took longer than {limit.setting}{cut}"
             except (InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
+            if session.anchored and not trajectory.anchors:
+                trajectory.anchors = [None] * trajectory.turns
             if trajectory.outcome not in scored:
                 return
             with episode.timeline.measure(Activity.REWARD):

@@ -142,7 +142,8 @@ class ChatEndpoint(InferenceClient):
         if final or (status == 500 and no_tools):
             fix = "set eval.request to parameters that it accepts, such as {reasoning_effort: low}"
             if 300 <= status < 400:
-                text, _, fix = text.partition("; fix: ")
+                text, _, its_fix = text.partition("; fix: ")
+                fix = its_fix or "write the address that it redirects to"
             elif "temperature" in text:
                 fix = "use the model's default: eval.request={temperature: null} eval.greedy=false"
             elif _NO_CREDIT in text:

@@ -37,6 +37,9 @@ class ContextConfig(Section):
         if self.policy == "truncate" and self.keep_turns == 0:
             problem = "got 0 with policy=truncate, which would drop all turns"
             raise SettingError("keep_turns", problem, "use at least 1, or policy=summarize")
+        if self.policy == "keep" and self.keep_turns != 2:
+            problem = f"got {self.keep_turns} with policy=keep, which keeps all turns"
+            raise SettingError("keep_turns", problem, "set policy to truncate or summarize, or remove it")
         return self
 
 

@@ -1,6 +1,7 @@
 """Scoring of chains by the recipe's rewards: checks against the data, calls, and the weighted sum."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,9 +55,12 @@ class Rewards:
         self._reports_success: dict[str, set[bool]] = {}
         """Name of a reward -> whether it has returned `success`, and whether it has not."""
         self._names: set[str] = set()
+        taken: set[str] = set()
         for index, entry in enumerate(self._entries):
-            if before := sum(other.name == entry.name for other in self._entries[:index]):
-                self._entries[index] = replace(entry, name=f"{entry.name}_{before + 1}")
+            numbered = (f"{entry.name}_{number}" for number in itertools.count(2))
+            name = next(name for name in itertools.chain([entry.name], numbered) if name not in taken)
+            taken.add(name)
+            self._entries[index] = replace(entry, name=name)
 
     @property
     def is_empty(self) -> bool:

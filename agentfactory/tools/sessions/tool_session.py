@@ -95,6 +95,11 @@ class ToolSession:
         self._shares: dict[str, _Share] = {}
 
     @property
+    def anchored(self) -> bool:
+        """True if an environment tells its states, be it that none may be compared."""
+        return any(share.anchored for share in self._shares.values())
+
+    @property
     def anchor(self) -> str | None:
         """Anchor of the chain's state over all environments that give one; None if one has none."""
         anchors = [share.anchor for share in self._shares.values() if share.anchored]

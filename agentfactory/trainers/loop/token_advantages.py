@@ -81,14 +81,18 @@ class Credit:
         self._groups: list[list[_Chain]] = []
         for group in groups:
             limit = own.get(group.source, recipe.rollout.max_total_tokens)
-            self._groups.append([self._chain(t, limit, fresh) for t in counted(group.trajectories, recipe.rollout)])
+            chains = counted(group.trajectories, recipe.rollout)
+            observed = self._estimator.compares_turns and not any(chain.anchors for chain in chains)
+            self._groups.append([self._chain(chain, limit, fresh, observed) for chain in chains])
 
     @cached_property
     def _estimator(self) -> Estimator:
         # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
 
-    def _chain(self, trajectory: Trajectory, limit: int, fresh: Callable[[Row], np.ndarray] | None) -> _Chain:
+    def _chain(
+        self, trajectory: Trajectory, limit: int, fresh: Callable[[Row], np.ndarray] | None, observed: bool
+    ) -> _Chain:
         recipe, rows, reward = self._recipe, trajectory.rows, trajectory.reward
         trained = recipe.rollout.outcome_policy(trajectory.outcome) is OutcomePolicy.KEEP
         assert reward is not None
@@ -107,7 +111,7 @@ class Credit:
             made = {place: row for place, row in left.items() if row}
         advantage = recipe.train.advantage
         malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
-        anchors = turn_anchors(trajectory) if self._estimator.compares_turns else trajectory.anchors
+        anchors = observations(trajectory) if observed else trajectory.anchors
         ends: list[int] = []
         if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
             # without context to predict it from, the first token of a row is not trained: see training_row
@@ -297,12 +301,12 @@ def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:
     return np.split(kept, np.cumsum(lengths)[:-1])
 
 
-def turn_anchors(trajectory: Trajectory) -> list[str | None]:
-    """Return the anchor of each turn: the environment's, or if it gives none, a digest of the messages since the turn
-    before, None if there are none, as after a summary. A malformed turn changes nothing: the turn after it keeps its
-    anchor, and the error message is ignored."""
-    if trajectory.anchors or not trajectory.turns:
-        return list(trajectory.anchors)
+def observations(trajectory: Trajectory) -> list[str | None]:
+    """Return a digest of the messages before each turn since the turn before it, None if there are none, as after a
+    summary: the turns' anchors in a group whose environment gives none. A malformed turn changes nothing: the turn
+    after it keeps its digest, and the error message is ignored."""
+    if not trajectory.turns:
+        return []
     messages = trajectory.messages
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     anchors: list[str | None] = []
