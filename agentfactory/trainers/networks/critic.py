@@ -2,7 +2,7 @@
 
 import copy
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,9 +21,6 @@ from agentfactory.trainers.networks.lora import (
 )
 from agentfactory.trainers.networks.network import Backbone, apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
-
-if TYPE_CHECKING:
-    pass
 
 
 class Role(StrEnum):
