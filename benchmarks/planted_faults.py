@@ -245,11 +245,11 @@ FAULTS = (
         "tools/test_toolset.py",
     ),
     Fault(
-        "cached-errors",
-        "tools/mcp_servers/recipe_server.py",
-        " and not task.result().is_error",
-        "",
-        "tools/test_toolset.py",
+        "one-call-more",
+        "tools/calls/limits.py",
+        "config.calls is not None and made >= config.calls",
+        "config.calls is not None and made > config.calls",
+        "tools/test_limits.py",
     ),
     Fault(
         "worn-instance",
