@@ -13,11 +13,11 @@ the small packages that it imports. `gpu_day.py pack NAME PATH FOLDER` cuts any 
     python3 benchmarks/gpu_day.py run FOLDER OUTPUT [--parts NAME,...] [--minutes 9]
 
 Each part is a process of its own, and keeps what it has found in OUTPUT/PART.json after each finding. A part that
-exceeds its time is ended and keeps that, with `incomplete` as the reason. A finished part is not run again, an
-incomplete one goes on where it can; so a later call, on the same machine or with FOLDER/PART.json of an earlier one,
-does what is left. A line of JSON is printed as each part ends; the last one names the parts that are left. On a machine
-without a GPU, every part runs on a tiny network, with `rehearsal` in its JSON. AGENTFACTORY_VLLM_PYTHON names the
-Python of an environment with vLLM; without it, vLLM comes from the pieces.
+exceeds its time is ended and keeps that, with `incomplete` as the reason. A later call skips finished parts and resumes
+incomplete ones where it can, on the same machine or with FOLDER/PART.json of an earlier call. A line of JSON is printed
+as each part ends; the last one names the parts that are left. On a machine without a GPU, every part runs on a tiny
+network, with `rehearsal` in its JSON. AGENTFACTORY_VLLM_PYTHON names the Python of an environment with vLLM; without
+it, vLLM comes from the pieces.
 
 A machine that is lent for fifteen minutes, takes 64 MiB per call, and keeps ignored paths while it is warm, takes three
 calls that follow each other. The repository's own files are 10 MiB of each. FOLDER is .day in the repository, in

@@ -67,18 +67,36 @@ def fix_of_removed(name: str) -> str | None:
 
 def drop_removed(recipe: Any) -> None:
     """Remove fields from a recipe's mapping that recipes had before, if they have the default of then."""
-    entries = [value_at(recipe, f"{section}.sources") for section in ("data", "eval.data")]
-    sources = [entry for each in entries if isinstance(each, list) for entry in each]
-    for place in (recipe, *sources):
+    for context in _contexts(recipe):
+        if isinstance(context.get("options"), dict):
+            # its options became its fields
+            context |= context.pop("options") | context
+    for place in (recipe, *_sources(recipe)):
         for known, (value, _) in _REMOVED.items():
+            # a source of tasks has settings of `rollout` itself
             *parent, name = known.removeprefix("" if place is recipe else "rollout.").split(".")
             for section in _sections(place, parent):
-                if known == "rollout.context.max_tokens" and isinstance(section.get("options"), dict):
-                    # the options of context became its fields
-                    section |= section.pop("options") | section
                 given = section.get(name, ...)
                 if given == value and isinstance(given, bool) == isinstance(value, bool):
                     del section[name]
+
+
+def complete_saved(recipe: Any) -> None:
+    """Drop removed fields of a saved recipe, and set those that it lacks to what its run was trained with."""
+    drop_removed(recipe)
+    for context in _contexts(recipe):
+        context.setdefault("keep_turns", 2)
+
+
+def _contexts(recipe: Any) -> Iterator[dict[str, Any]]:
+    yield from _sections(recipe, ["rollout", "context"])
+    for source in _sources(recipe):
+        yield from _sections(source, ["context"])
+
+
+def _sources(recipe: Any) -> list[Any]:
+    found = [value_at(recipe, f"{section}.sources") for section in ("data", "eval.data")]
+    return [entry for entries in found if isinstance(entries, list) for entry in entries]
 
 
 def _sections(data: Any, keys: list[str]) -> Iterator[dict[str, Any]]:
@@ -93,10 +111,3 @@ def _sections(data: Any, keys: list[str]) -> Iterator[dict[str, Any]]:
         inner = [data[key]] if isinstance(data, dict) and key in data else []
     for each in inner:
         yield from _sections(each, rest)
-
-
-def complete_saved(recipe: Any) -> None:
-    """Drop removed fields of a saved recipe, and set those that it lacks to what its run was trained with."""
-    drop_removed(recipe)
-    for section in _sections(recipe, ["rollout", "context"]):
-        section.setdefault("keep_turns", 2)

@@ -1,4 +1,4 @@
-"""What a part has found, kept in a file that is whole after each finding."""
+"""The findings of a part, in a JSON file that is rewritten after each of them."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ VERSIONED = ("torch", "triton", "transformers", "accelerate", "peft", "torchao",
 
 
 class NotHereError(Exception):
-    """What a part needs, and nobody has brought: the part is run again by a later call."""
+    """A requirement of a part that is not here yet. A later call runs the part again."""
 
 
 class Findings:

@@ -39,8 +39,8 @@ class CopyingCommunicator:
 
 
 def race(findings: Findings) -> None:
-    """Whether a broadcast reads weights before the gather thread has made them: by vLLM's default stream, and by the
-    stream that the trainer's group names."""
+    """Count the broadcasts that read weights before the gather thread has made them: on vLLM's default stream, and on
+    the stream that the trainer's group names."""
     count, size = (32, 2**24) if GPU else (4, 2**10)
     for way in ("vLLM's default", "the trainer's group"):
         communicator = CopyingCommunicator()

@@ -143,7 +143,7 @@ SECONDS = 145
 
 def curve(findings: Findings) -> None:
     """Success by step of a run on vLLM, until it ends or the part's time does: of recipes/real, if its model and its
-    package were brought, else of the quickstart. A run that an earlier call has begun goes on."""
+    package were brought, else of the quickstart. Resumes the run of an earlier call."""
     from benchmarks.gpu_parts.serving import engine
 
     # both stages of both recipes are called alike

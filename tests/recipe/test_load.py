@@ -262,6 +262,8 @@ def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path
     # not options of the user's own
     own = {"own": {"module": "a.py:A", "options": {"cache": False, "context": {"options": 1}, "keep_workspaces": None}}}
     assert resolve_saved({"mcp_servers": own}, project) == {"mcp_servers": own}
+    sources = {"data": {"sources": [{"name": "a", "context": {"policy": "keep", "options": {}}}]}}
+    assert resolve_saved(sources, project)["data"]["sources"][0]["context"] == {"policy": "keep", "keep_turns": 2}
     saved = write(project / "saved.yaml", yaml.safe_dump(data))
     assert load_and_check(saved) == recipe
     refused(r"track\.credit: unknown key 'credit'; fix: remove it: it is always on", "track.credit=false", path=saved)

@@ -120,7 +120,7 @@ def _fix(error: BaseException) -> str:
     if first == "mcp":
         return f"AgentFactory needs version 2 of mcp: change the import, or {OWN_ENVIRONMENT}"
     if "no known parent package" in _said(error):
-        return "write `import NAME` for a file beside it"
+        return "import a file of the same folder by `import NAME`, without a dot"
     if not isinstance(error, ModuleNotFoundError):
         return "correct the import" + (f"; the library {first} comes before a file of that name" if first else "")
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())

@@ -22,8 +22,8 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; those with
-    the policy's learning rate come first. Raises SettingError if the optimiser is not available."""
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`. Raises
+    SettingError if the optimiser is not available."""
     settings = config.optimizer
     groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
     if settings.name in ("adamw_8bit", "lion"):
