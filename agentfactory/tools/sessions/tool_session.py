@@ -96,7 +96,7 @@ class ToolSession:
 
     @property
     def anchored(self) -> bool:
-        """True if an environment tells its states, be it that none may be compared."""
+        """True if an environment gives anchors, even if each of them is None."""
         return any(share.anchored for share in self._shares.values())
 
     @property

@@ -77,7 +77,6 @@ class Credit:
         self._recipe = recipe
         own = {part.name: part.recipe.rollout.max_total_tokens for part in recipe.parts()}
         self._ids = [group.id for group in groups]
-        self._names = [group.source for group in groups]
         self._groups: list[list[_Chain]] = []
         for group in groups:
             limit = own.get(group.source, recipe.rollout.max_total_tokens)
