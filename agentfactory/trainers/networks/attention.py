@@ -76,8 +76,11 @@ class Runs:
                 self.groups.append(Group(len(group), length, seen_by_each + length, mask))
                 count += len(group) * length
         indices = np.concatenate(queries), np.concatenate(keys), order
-        self.queries, self.keys, self.order = (torch.from_numpy(index).to(ends.device) for index in indices)
-        """Indices in the line of the queries and the keys of all groups, and of the line's tokens among the queries."""
+        one, two, self.order = (torch.from_numpy(index).to(ends.device, non_blocking=True) for index in indices)
+        """Indices of the line's tokens among the queries of all groups."""
+        self.queries = one, [group.count * group.queries for group in self.groups]
+        self.keys = two, [group.count * group.keys for group in self.groups]
+        """Indices in the line of the queries and the keys of all groups, and their numbers per group."""
 
 
 def _groups(members: list[tuple[Ids, Ids]], seen: int) -> Iterator[list[tuple[Ids, Ids]]]:
@@ -122,25 +125,27 @@ def attention_by_runs(
 def _by_groups(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: dict[str, Any]
 ) -> Float[Tensor, "1 length heads width"]:
-    def taken(tensor: Tensor, index: Tensor) -> Float[Tensor, "tokens heads width"]:
-        # as rows of a table, whose backward pass adds up the gradients of all runs at once
-        return nn.functional.embedding(index, tensor[0].transpose(0, 1).flatten(1)).unflatten(1, (tensor.shape[1], -1))
-
     query, key, value = _in_autocasts_precision(query, key, value)
-    asked = taken(query, runs.queries).split([group.count * group.queries for group in runs.groups])
-    sizes = [group.count * group.keys for group in runs.groups]
-    seen, known = (taken(tensor, runs.keys).split(sizes) for tensor in (key, value))
+    # rows of a table: the backward pass of an embedding adds up the gradients of all runs at once
+    asked, seen, known = (
+        nn.functional.embedding(index, tensor[0].transpose(0, 1).flatten(1)).split(sizes)
+        for tensor, index, sizes in ((query, *runs.queries), (key, *runs.keys), (value, *runs.keys))
+    )
     parts = []
     for group, *tensors in zip(runs.groups, asked, seen, known, strict=True):
-        one, two, three = (tensor.unflatten(0, (group.count, -1)).transpose(1, 2) for tensor in tensors)
+        one, two, three = (
+            tensor.view(group.count, -1, whole.shape[1], whole.shape[-1]).transpose(1, 2)
+            for tensor, whole in zip(tensors, (query, key, value), strict=True)
+        )
         if options.get("softcap"):
             found = _capped(module, one, two, three, group.mask, **options)[0]
         elif group.mask is None:
             found = sdpa_attention_forward(module, one, two, three, None, **options)[0]
         else:
             found = _masked(one, two, three, group.mask, options)
-        parts.append(found.flatten(0, 1))
-    return taken(torch.cat(parts).transpose(0, 1)[None], runs.order)[None]
+        parts.append(found.reshape(group.count * group.queries, -1))
+    found = nn.functional.embedding(runs.order, torch.cat(parts))
+    return found.view(1, len(found), query.shape[1], -1)
 
 
 def _in_autocasts_precision(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.batches.packing import grow
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
-from agentfactory.trainers.networks import attention
+from agentfactory.trainers.networks import attention, layers
 from agentfactory.trainers.networks.attention import selects_keys
 from agentfactory.trainers.networks.fp8 import use_fp8
 from agentfactory.trainers.networks.lora import has_adapter
@@ -197,6 +197,7 @@ class Backbone(nn.Module):
         self.model = model
         self.dtype = dtype
         attention.use_ours(self.network)
+        layers.use_ours(model)
 
     @property
     def network(self) -> Any:

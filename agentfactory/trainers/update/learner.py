@@ -23,6 +23,7 @@ from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
+from agentfactory.trainers.networks.layers import weights_kept
 from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
@@ -145,6 +146,7 @@ class Learner:
             raise SettingError(self._rows_from, problem, fix)
 
     @torch.no_grad()
+    @weights_kept()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Return rank 0's `rows` with further streams from the current weights: `proximal` (log-probabilities) and
         `entropy`, `reference`, `teacher` or `teacher_top` (see TeacherConfig.stream), `value`. Every process calls it,
@@ -200,22 +202,23 @@ class Learner:
         # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
-        for index, part in enumerate(batch.micro_batches):
-            made: list[Terms] = []
-            last = index == len(batch.micro_batches) - 1
-            if loss is not None:
-                with self._syncing(last):
-                    made.append(loss(index, part, *self._graded_pass(part)))
-                    self.accelerator.backward(made[-1].loss * scale)
-            if value_loss is not None:
-                with self._syncing(last):
-                    made.append(value_loss(part, self.model(Role.CRITIC, *self._inputs(part))))
-                    self.accelerator.backward(made[-1].loss * scale)
-            # the first loss is reported; the metrics of all are kept
-            first, *others = made
-            for term in others:
-                first.sums |= term.sums
-            terms.append(first)
+        with weights_kept():
+            for index, part in enumerate(batch.micro_batches):
+                made: list[Terms] = []
+                last = index == len(batch.micro_batches) - 1
+                if loss is not None:
+                    with self._syncing(last):
+                        made.append(loss(index, part, *self._graded_pass(part)))
+                        self.accelerator.backward(made[-1].loss * scale)
+                if value_loss is not None:
+                    with self._syncing(last):
+                        made.append(value_loss(part, self.model(Role.CRITIC, *self._inputs(part))))
+                        self.accelerator.backward(made[-1].loss * scale)
+                # the first loss is reported; the metrics of all are kept
+                first, *others = made
+                for term in others:
+                    first.sums |= term.sums
+                terms.append(first)
         grad_norm = self._clip(Role.POLICY)
         if self.has_critic:
             # separately: a critic far from its returns would shrink the policy's step to nothing

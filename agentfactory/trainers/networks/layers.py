@@ -1,0 +1,176 @@
+"""Linear layers, also with an adapter, and norms, as one autograd function each. On a GPU, launching the operators of a
+small network takes longer than their work; autocast and peft add several to each layer. And less is kept for the
+backward pass: a norm's result is computed again from its inputs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+_kept: list[dict[int, tuple[Tensor, Tensor]]] = []
+"""Identity of a weight -> the weight, so that its identity is not another's, and its copy in another precision."""
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Cast each weight once in this context, in which none may change, and not in each forward and recomputation."""
+    _kept.append({})
+    try:
+        yield
+    finally:
+        _kept.pop()
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in `dtype`; call it where no gradient is recorded."""
+    if weight.dtype == dtype or not _kept:
+        return weight.to(dtype)
+    if id(weight) not in _kept[-1]:
+        _kept[-1][id(weight)] = weight, weight.to(dtype)
+    return _kept[-1][id(weight)][1]
+
+
+def use_ours(model: nn.Module) -> None:
+    """Replace the forward passes of torch's linear layers, of peft's plain LoRA on them, and of Llama's RMS norm, which
+    most families copy. Results differ only in the rounding of an adapter's part below float32."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            # ours, or liger's
+            continue
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, module, module.forward)
+        elif type(getattr(module, "base_layer", None)) is nn.Linear and getattr(module, "lora_variant", None) == {}:
+            module.forward = partial(_adapted, module, module.forward)
+        elif _same_code(type(module).forward, LlamaRMSNorm.forward):
+            module.forward = partial(_norm, module, module.forward)
+
+
+def _same_code(one: Any, other: Any) -> bool:
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    parts = [(code.co_code, code.co_consts, code.co_names) if code is not None else None for code in codes]
+    return parts[0] == parts[1]
+
+
+def precision(inputs: Tensor, *weights: Tensor) -> torch.dtype | None:
+    """Return the precision of a layer's forward pass: autocast's, or the one that all share; None if there is none, or
+    torch.compile traces the layer, which fuses more."""
+    kind = inputs.device.type
+    if torch.compiler.is_compiling():
+        return None
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return inputs.dtype if all(weight.dtype == inputs.dtype for weight in weights) else None
+
+
+def _shared(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inputs in `dtype`, for all layers that get them as one tensor, which keeps it while it lives."""
+    if inputs.dtype == dtype:
+        return inputs
+    key = inputs._version, dtype, torch.is_grad_enabled()
+    made: Any = getattr(inputs, "_made", None)
+    if made is None or made[0] != key:
+        made = key, inputs.to(dtype)
+        inputs._made = made  # type: ignore[attr-defined]
+    found: Tensor = made[1]
+    return found
+
+
+# ---- linear layers
+
+
+def _linear(layer: nn.Linear, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
+    if (dtype := precision(inputs, layer.weight)) is None:
+        return plain(inputs)
+    return _by_rows(_shared(inputs, dtype), layer.weight, layer.bias)
+
+
+def _adapted(layer: Any, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
+    name, weight, bias = layer.active_adapters[0], layer.base_layer.weight, layer.base_layer.bias
+    used = name in layer.lora_A and not layer.disable_adapters
+    if used and (dtype := precision(inputs, weight, layer.lora_A[name].weight)) is not None:
+        factors = layer.lora_A[name].weight, layer.lora_B[name].weight
+        return _by_rows(_shared(inputs, dtype), weight, bias, *factors, layer.scaling[name])
+    return plain(inputs)
+
+
+def _by_rows(inputs: Float[Tensor, "*batch in"], *weights: Any) -> Float[Tensor, "*batch out"]:
+    # outside the function, whose result would be a view that networks may not change in place
+    found: Tensor = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), *weights)
+    return found.view(*inputs.shape[:-1], -1)
+
+
+class _Linear(torch.autograd.Function):
+    """rows weight^T + bias + scale (rows down^T) up^T, in the precision of `rows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Float[Tensor, "rows in"],
+        weight: Float[Tensor, "out in"],
+        bias: Float[Tensor, "out"] | None,
+        down: Float[Tensor, "rank in"] | None = None,
+        up: Float[Tensor, "out rank"] | None = None,
+        scale: float = 1.0,
+    ) -> Float[Tensor, "rows out"]:
+        low = None
+        own, bias, down, up = (w if w is None else cast(w, rows.dtype) for w in (weight, bias, down, up))
+        found = nn.functional.linear(rows, own, bias)
+        if down is not None and up is not None:
+            low = nn.functional.linear(rows, down)
+            found.addmm_(low, up.T, alpha=scale)
+        ctx.save_for_backward(rows, low)
+        # not as saved tensors, of which checkpointing makes an alias each
+        ctx.weights, ctx.scale, ctx.precise = (own, down, up), scale, weight.dtype
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "rows out"]) -> tuple[Tensor | None, ...]:
+        (rows, low), (weight, down, up) = ctx.saved_tensors, ctx.weights
+        wanted = ctx.needs_input_grad
+        back, of_down, of_up = grad @ weight if wanted[0] else None, None, None
+        if low is not None:
+            thin = grad @ up
+            of_down = (thin.T @ rows).mul_(ctx.scale) if wanted[3] else None
+            of_up = (grad.T @ low).mul_(ctx.scale) if wanted[4] else None
+            back = back if back is None else back.addmm_(thin, down, alpha=ctx.scale)
+        of_weight, of_bias = grad.T @ rows if wanted[1] else None, grad.sum(0, dtype=ctx.precise) if wanted[2] else None
+        return back, of_weight, of_bias, of_down, of_up, None
+
+
+# ---- norms
+
+
+def _norm(layer: Any, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
+    # in float64, transformers' own rounds to float32 in between
+    if torch.compiler.is_compiling() or inputs.dtype == torch.float64:
+        return plain(inputs)
+    return _Norm.apply(inputs, layer.weight, layer.variance_epsilon)
+
+
+class _Norm(torch.autograd.Function):
+    """weight * inputs / sqrt(mean of inputs^2 + epsilon) (Zhang and Sennrich, 2019, arXiv:1910.07467), in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Float[Tensor, "*batch width"], weight: Float[Tensor, "width"], epsilon: float
+    ) -> Float[Tensor, "*batch width"]:
+        inverse = inputs.float().square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(inputs, weight, inverse)
+        return (inputs * inverse).mul_(weight).to(torch.result_type(inputs, weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "*batch width"]) -> tuple[Tensor | None, ...]:
+        inputs, weight, inverse = ctx.saved_tensors
+        unit = inputs * inverse
+        of_weight = (grad * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        back = grad.float() * weight
+        share = (back * unit).mean(-1, keepdim=True)
+        return back.addcmul_(unit, share, value=-1).mul_(inverse), of_weight, None
