@@ -252,7 +252,6 @@ def run_ours(
     """Run Learner.update, on all weights, or on those of an adapter."""
     from accelerate import Accelerator
 
-    from agentfactory.base.processes.memory import return_freed_memory
     from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
     from agentfactory.trainers.config import TrainRecipe
     from agentfactory.trainers.update.learner import Learner, Targets, Terms
@@ -264,7 +263,6 @@ def run_ours(
         settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         model["lora"] = {"from": str(adapter), "rank": settings["r"], "alpha": settings["lora_alpha"]}
     recipe = TrainRecipe.model_validate({"model": model, "train": train})
-    return_freed_memory()  # as the trainer does
     learner = Learner(recipe, Accelerator(cpu=True), images=folder / "images")
     images = [stored_images(folder / "images", row.get("images", [])) for row in rows]
     meter, done = Meter(), []

@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.findings import Finding
-from agentfactory.base.processes.memory import return_freed_memory
 from agentfactory.base.run_notices import Notice, notify
 from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import Assignment, resume_stages
@@ -63,7 +62,6 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause of an early
     end, or None. `asked`: the launcher's assignment, or a checkpoint to resume from, AUTO or None. Without a launcher,
     rank 0 raises MostChainsDroppedError."""
-    return_freed_memory()
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
     is_launched = isinstance(asked, Assignment)

@@ -22,6 +22,7 @@ from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role
+from agentfactory.trainers.networks.layers import weights_kept
 from agentfactory.trainers.networks.lora import table_of
 from agentfactory.trainers.networks.network import Backbone, body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
@@ -170,7 +171,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
     """Return the peak of each phase of a micro-batch, and of the optimizer's step."""
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as fake:
         with unset_fake_temporarily():
-            model = meta_model(recipe, config, device)
+            model = meta_model(recipe, config)
             policy = policy_of(model)
             part = fullest(recipe, policy.batching)
         _materialise(model, recipe)
@@ -181,7 +182,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
         if recipe.train.gradient_checkpointing == "offload" and device == "cuda":
             for layer in decoder_layers(policy.network):
                 layer.register_forward_hook(lambda layer, args, output: live.leave_out(args[0]))
-        with live, values:
+        with live, values, weights_kept(model, policy.dtype):
             measure = _measure(recipe, policy, part)
             options = (recipe.rollout.temperature, recipe.train.loss.entropy_bonus > 0, measure)
             with _phases(live, Role.POLICY, policy):

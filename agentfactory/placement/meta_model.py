@@ -73,8 +73,8 @@ def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
     return f"{entry[0]} of shape {list(entry[1])}" if entry else "nothing"
 
 
-def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
-    """Return the network that a recipe's learner trains on `device` (cuda or cpu), on the meta device, by its code.
+def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorCritic:
+    """Return the network that a recipe's learner trains, on the meta device, by its code.
 
     It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their
     replacements here, and offload. Raises ValueError if the recipe cannot be trained."""
@@ -92,13 +92,14 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         if train.attention.startswith("fl"):
             plain["attention"] = "auto"
         recipe = recipe.model_copy(update={"train": train.model_copy(update=plain)})
-        policy = make_policy(recipe, network, batching, device)
+        # FlexAttention is not modelled: the options are those of a CPU
+        policy = make_policy(recipe, network, batching)
         if not train.has_critic:
             return policy
         own = None if recipe.model.lora else meta_network(config, dtype, whole=sees(config))
         if own is not None and train.precision != "auto":
             _use_fp8(own)
-        return make_actor_critic(recipe, policy, device, own)
+        return make_actor_critic(recipe, policy, network=own)
 
 
 def check_targets(recipe: TrainRecipe) -> None:

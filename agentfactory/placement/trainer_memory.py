@@ -41,7 +41,7 @@ def trainer_memory(
     flash_attention_2 are not modelled: the result is an upper bound. Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
-    model = meta_model(recipe, config, device)
+    model = meta_model(recipe, config)
     policy = policy_of(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     shared = {

@@ -288,7 +288,8 @@ class TrainConfig(Section):
     token_budget: PositiveInt = 16384
     """Tokens (padding included) per micro-batch and process."""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
-    """Attention implementation in the trainer; auto is transformers' choice. The last two need a GPU."""
+    """Attention implementation in the trainer; auto is transformers' choice, or on a GPU flex_attention for rows that
+    share a line. The last two need a GPU."""
     gradient_checkpointing: Literal[False, True, "offload"] = False
     """Store only the inputs of layers, and recompute the rest in the backward pass. offload: store them in CPU
     memory."""

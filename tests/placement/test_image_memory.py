@@ -55,7 +55,7 @@ def recipe_of(dtype: str, **train: Any) -> TrainRecipe:
 @pytest.mark.parametrize("train", [{}, {"vision": "trained"}, {"vision": "trained", "gradient_checkpointing": True}])
 def test_a_towers_memory_is_planned(kind: str, dtype: str, train: dict[str, Any]) -> None:
     recipe, network = recipe_of(dtype, **train), network_of(kind)
-    apply_options(network, recipe.train, "cpu")
+    apply_options(network, recipe.train, "cpu", "padded")
     tower = network.base_model.visual
     trained = recipe.train.vision == "trained"
     values = tower.patch_embed.proj.weight[0].numel()

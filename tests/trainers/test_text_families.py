@@ -44,7 +44,7 @@ def test_only_attention_that_selects_keys_is_chosen() -> None:
     network, train = tiny_network("deepseek_v32"), TrainConfig(steps=1, attention="flex_attention")
     assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
     with pytest.raises(SettingError, match=r"train\.attention: flex_attention would ignore the keys that .* selects"):
-        apply_options(network, train, "cpu")
+        apply_options(network, train, "cpu", "padded")
 
 
 def deviation(network: Any, rows: list[list[int]], batching: Batching) -> float:

@@ -224,5 +224,5 @@ def test_layers_that_are_computed_again_see_the_same() -> None:
     rows = group(random.Random(0), 60, [20, 9, 14])
     policy = make_policy(64, 2)
     expected = gradient(policy, make_batches(rows, "tree", 16384)[0])
-    apply_options(policy.network, TrainConfig(steps=1, gradient_checkpointing=True), "cpu")
+    apply_options(policy.network, TrainConfig(steps=1, gradient_checkpointing=True), "cpu", "tree")
     assert_equal(gradient(policy, make_batches(rows, "tree", 16384)[0]), expected)

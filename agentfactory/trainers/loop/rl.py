@@ -28,6 +28,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.memory import give_back_freed
 from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.weight_versions import Published, WeightVersions
@@ -277,6 +278,8 @@ class _Loop:
             learner, batch, self.recipe, critic_only=train.has_critic and step <= train.critic.critic_warmup_steps
         )
         learner.schedule.step()
+        # for a server on the same machine
+        give_back_freed()
         seconds = time.perf_counter() - started
         expected = self.canary_scores()
         by_row = learner.by_row(batch, done.before) if done.before else {}

@@ -116,7 +116,7 @@ def make_actor_critic(
             copy_adapter(policy.model, POLICY_ADAPTER, CRITIC_ADAPTER)
     else:
         own: Any = network or load_network(recipe, device)
-        apply_options(own, recipe.train, device)
+        apply_options(own, recipe.train, device, policy.batching)
         backbone = Backbone(body_of(own), policy.dtype)
     # under fsdp2 the policy is still on the CPU, whatever `device` is
     return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

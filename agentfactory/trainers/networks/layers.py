@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 _kept: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -18,9 +19,16 @@ _kept: list[dict[int, tuple[Tensor, Tensor]]] = []
 
 
 @contextmanager
-def weights_kept() -> Iterator[None]:
-    """Cast each weight once in this context, in which none may change, and not in each forward and recomputation."""
-    _kept.append({})
+def weights_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the weights of linear layers to `dtype` once for this context, in which none may change, and not in each
+    forward pass and recomputation. fsdp2 gathers them in `dtype`."""
+    linear = {id(w): w for module in model.modules() if type(module) is nn.Linear for w in module.parameters()}
+    weights: list[Tensor] = [w for w in linear.values() if w.dtype == torch.float32 != dtype and not isinstance(w, DTensor)]
+    copies = [torch.empty_like(weight, dtype=dtype, requires_grad=False) for weight in weights]
+    if weights:
+        with torch.no_grad():
+            torch._foreach_copy_(copies, weights)
+    _kept.append({id(weight): (weight, copy) for weight, copy in zip(weights, copies, strict=True)})
     try:
         yield
     finally:
@@ -29,11 +37,8 @@ def weights_kept() -> Iterator[None]:
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight in `dtype`; call it where no gradient is recorded."""
-    if weight.dtype == dtype or not _kept:
-        return weight.to(dtype)
-    if id(weight) not in _kept[-1]:
-        _kept[-1][id(weight)] = weight, weight.to(dtype)
-    return _kept[-1][id(weight)][1]
+    kept = _kept[-1].get(id(weight)) if _kept else None
+    return weight.to(dtype) if kept is None or weight.dtype == dtype else kept[1]
 
 
 def use_ours(model: nn.Module) -> None:
@@ -44,7 +49,7 @@ def use_ours(model: nn.Module) -> None:
             # ours, or liger's
             continue
         if type(module) is nn.Linear:
-            module.forward = partial(_linear, module, module.forward)
+            module.forward = partial(_linear, module, module.forward)  # type: ignore[method-assign]
         elif type(getattr(module, "base_layer", None)) is nn.Linear and getattr(module, "lora_variant", None) == {}:
             module.forward = partial(_adapted, module, module.forward)
         elif _same_code(type(module).forward, LlamaRMSNorm.forward):
@@ -68,15 +73,16 @@ def precision(inputs: Tensor, *weights: Tensor) -> torch.dtype | None:
     return inputs.dtype if all(weight.dtype == inputs.dtype for weight in weights) else None
 
 
-def _shared(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inputs in `dtype`, for all layers that get them as one tensor, which keeps it while it lives."""
+def _rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+    """Return the inputs in `dtype`; a tensor that is cast keeps the result for further layers."""
     if inputs.dtype == dtype:
-        return inputs
+        # a view of the tensor, which would keep itself
+        return inputs.reshape(-1, inputs.shape[-1])
     key = inputs._version, dtype, torch.is_grad_enabled()
-    made: Any = getattr(inputs, "_made", None)
+    made: Any = getattr(inputs, "_as_rows", None)
     if made is None or made[0] != key:
-        made = key, inputs.to(dtype)
-        inputs._made = made  # type: ignore[attr-defined]
+        made = key, inputs.to(dtype).reshape(-1, inputs.shape[-1])
+        inputs._as_rows = made  # type: ignore[attr-defined]
     found: Tensor = made[1]
     return found
 
@@ -87,7 +93,7 @@ def _shared(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 def _linear(layer: nn.Linear, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
     if (dtype := precision(inputs, layer.weight)) is None:
         return plain(inputs)
-    return _by_rows(_shared(inputs, dtype), layer.weight, layer.bias)
+    return _by_rows(inputs, dtype, layer.weight, layer.bias)
 
 
 def _adapted(layer: Any, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
@@ -95,13 +101,13 @@ def _adapted(layer: Any, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor
     used = name in layer.lora_A and not layer.disable_adapters
     if used and (dtype := precision(inputs, weight, layer.lora_A[name].weight)) is not None:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
-        return _by_rows(_shared(inputs, dtype), weight, bias, *factors, layer.scaling[name])
+        return _by_rows(inputs, dtype, weight, bias, *factors, layer.scaling[name])
     return plain(inputs)
 
 
-def _by_rows(inputs: Float[Tensor, "*batch in"], *weights: Any) -> Float[Tensor, "*batch out"]:
-    # outside the function, whose result would be a view that networks may not change in place
-    found: Tensor = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), *weights)
+def _by_rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype, *weights: Any) -> Float[Tensor, "*batch out"]:
+    # views outside the function, because networks may change its result in place
+    found: Tensor = _Linear.apply(_rows(inputs, dtype), *weights)
     return found.view(*inputs.shape[:-1], -1)
 
 
@@ -118,15 +124,16 @@ class _Linear(torch.autograd.Function):
         up: Float[Tensor, "out rank"] | None = None,
         scale: float = 1.0,
     ) -> Float[Tensor, "rows out"]:
-        low = None
-        own, bias, down, up = (w if w is None else cast(w, rows.dtype) for w in (weight, bias, down, up))
-        found = nn.functional.linear(rows, own, bias)
+        own, low, precise = cast(weight, rows.dtype), None, weight.dtype
+        found = nn.functional.linear(rows, own, None if bias is None else cast(bias, rows.dtype))
         if down is not None and up is not None:
+            precise = down.dtype
+            down, up = cast(down, rows.dtype), cast(up, rows.dtype)
             low = nn.functional.linear(rows, down)
             found.addmm_(low, up.T, alpha=scale)
         ctx.save_for_backward(rows, low)
         # not as saved tensors, of which checkpointing makes an alias each
-        ctx.weights, ctx.scale, ctx.precise = (own, down, up), scale, weight.dtype
+        ctx.weights, ctx.scale, ctx.precise = (own, down, up), scale, precise
         return found
 
     @staticmethod
@@ -137,11 +144,19 @@ class _Linear(torch.autograd.Function):
         back, of_down, of_up = grad @ weight if wanted[0] else None, None, None
         if low is not None:
             thin = grad @ up
-            of_down = (thin.T @ rows).mul_(ctx.scale) if wanted[3] else None
-            of_up = (grad.T @ low).mul_(ctx.scale) if wanted[4] else None
+            of_down = _gradient(thin, rows, ctx.precise).mul_(ctx.scale) if wanted[3] else None
+            of_up = _gradient(grad, low, ctx.precise).mul_(ctx.scale) if wanted[4] else None
             back = back if back is None else back.addmm_(thin, down, alpha=ctx.scale)
-        of_weight, of_bias = grad.T @ rows if wanted[1] else None, grad.sum(0, dtype=ctx.precise) if wanted[2] else None
+        of_weight = _gradient(grad, rows, ctx.precise) if wanted[1] else None
+        of_bias = grad.sum(0, dtype=ctx.precise) if wanted[2] else None
         return back, of_weight, of_bias, of_down, of_up, None
+
+
+def _gradient(grad: Float[Tensor, "rows out"], rows: Float[Tensor, "rows in"], dtype: torch.dtype) -> Tensor:
+    """Return grad^T rows, on a GPU added up and returned in the weight's `dtype`."""
+    if grad.is_cuda and grad.dtype != dtype:
+        return torch.mm(grad.T, rows, out_dtype=dtype)
+    return grad.T @ rows
 
 
 # ---- norms

@@ -85,7 +85,7 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
     return network
 
 
-def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
+def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str, batching: Batching) -> None:
     """Apply attention implementation, layer kernels, FP8, compiled layers, gradient checkpointing and offloading in
     place, and freeze the vision tower unless it is trained. Raises SettingError."""
     device = torch.device(device)
@@ -95,19 +95,20 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     if selects_keys(network) and train.attention not in ("auto", "eager", "sdpa"):
         problem = f"{train.attention} would ignore the keys that {type(network).__name__} selects"
         raise SettingError("train.attention", problem, "use sdpa")
-    if train.attention != "auto":
-        if train.attention in ("flex_attention", "flash_attention_2"):
-            _need_gpu("train.attention", train.attention, device)
+    kind = _attention_of(network, train, device, batching)
+    if kind != "auto":
+        if kind in ("flex_attention", "flash_attention_2"):
+            _need_gpu("train.attention", kind, device)
         try:
-            network.set_attn_implementation(train.attention)
+            network.set_attn_implementation(kind)
         except (ImportError, ValueError) as error:
-            raise SettingError("train.attention", f"{train.attention} cannot be used: {error}", "use sdpa") from error
+            raise SettingError("train.attention", f"{kind} cannot be used: {error}", "use sdpa") from error
     if train.liger:
         _need_gpu("train.liger", "true", device)
         _apply_liger(network)
     if train.precision != "auto":
         use_fp8(text_layers(network), train.precision, device)
-    if train.compile or train.attention == "flex_attention":
+    if train.compile or kind == "flex_attention":
         # variants: with or without gradients and mask, one line or several, before or after an adapter's first layer;
         # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
         torch._dynamo.config.recompile_limit = 32
@@ -130,6 +131,17 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
             # transformers' own checkpointing depends on module.training, which also turns dropout on
             offload = train.gradient_checkpointing == "offload"
             layer.forward = _checkpointed(layer.forward, offload, pin=device.type == "cuda")
+
+
+def _attention_of(network: PreTrainedModel, train: TrainConfig, device: torch.device, batching: Batching) -> str:
+    """Return `train.attention`; for auto, on a GPU, FlexAttention for rows that share a line, in one call per layer."""
+    if train.attention != "auto" or batching == "padded" or device.type != "cuda" or not is_installed("triton"):
+        return train.attention
+    config: Any = network.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # the smallest width that torch's kernel supports; a vision tower would get it, too
+    fits = width >= 16 and tower_of(network) is None and not selects_keys(network)
+    return "flex_attention" if fits and getattr(network, "_supports_flex_attn", False) else "auto"
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,8 @@ from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import lora
 from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.head import Scores
+from agentfactory.trainers.networks.layers import precision
 from agentfactory.trainers.networks.lora import POLICY_ADAPTER, TokenNeeds, has_adapter, table_of
 from agentfactory.trainers.networks.network import Backbone, apply_options, load_network, proof_rows, resolve_batching
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
@@ -88,7 +91,13 @@ class Policy(Backbone):
 
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
-            size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
+            head: Any = self.network.get_output_embeddings()
+            size = max(1, LOGITS_PER_CHUNK // table_of(head).shape[0])
+            plain = labels.ndim == 1 and measure is None and not entropy_gradient and self._soft_cap is None
+            plain = plain and type(head) is nn.Linear and head.bias is None
+            if plain and (dtype := precision(hidden, head.weight)) is not None:
+                adjust = partial(self._adjusted, temperature=temperature)
+                return tuple(Scores.apply(hidden.to(dtype), head.weight, labels, temperature, adjust, size))
             chunks = [slice(start, start + size) for start in range(0, max(1, len(labels)), size)]
             if len(chunks) == 1:
                 return score(hidden, labels, chunks[0])
@@ -110,13 +119,20 @@ class Policy(Backbone):
     ) -> Float[Tensor, "chunk vocabulary"]:
         """Return the logits of hidden states, as servers sample from them, divided by `temperature`."""
         logits = self.network.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._soft_cap is not None:
+            logits = torch.tanh(_wide(logits) / self._soft_cap) * self._soft_cap
+        return _wide(self._adjusted(logits, temperature))
+
+    @property
+    def _soft_cap(self) -> float | None:
         config = self.network.config.get_text_config()
-        if cap := next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None):
-            logits = torch.tanh(logits / cap) * cap
+        return next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None)
+
+    def _adjusted(self, logits: Tensor, temperature: float) -> Tensor:
         if self.banned:
+            logits = _wide(logits)
             logits[:, self.banned] += BANNED_BIAS
-        return logits / temperature if temperature != 1.0 else logits
+        return _wide(logits) / temperature if temperature != 1.0 else logits
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
@@ -131,6 +147,10 @@ class Policy(Backbone):
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         assert has_adapter(self.model)
         return lora.save_adapter(self.model, folder, state)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: TokenNeeds | None = None) -> Policy:
@@ -169,7 +189,7 @@ def make_policy(
     No weight is read, so the network may have none."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
-    apply_options(network, recipe.train, device)
+    apply_options(network, recipe.train, device, batching)
     banned = banned_token_ids(network)
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()

@@ -104,7 +104,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
 
 def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
     """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`, sharded like that."""
-    apply_options(network, recipe.train, accelerator.device)
+    apply_options(network, recipe.train, accelerator.device, policy.batching)
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype, banned=policy.banned).eval()
     if recipe.train.strategy == "fsdp2":
