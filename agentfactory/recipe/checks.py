@@ -380,6 +380,10 @@ def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
     size, found = recipe.train.batch_size, doubts_about_adapter(recipe)
+    if recipe.train.precision != "auto" and not recipe.train.compile:
+        problem = f"got {recipe.train.precision!r} without train.compile, which fuses its casts"
+        fix = "train.compile=true, or train.precision=auto"
+        found.append(f"train.precision: {problem}: probably slower than auto (not measured yet); fix: {fix}")
     data = None if recipe.train.from_trajectories else recipe.data
     # only rows in a file that exists and is fast to read
     if data is None or data.file is None or not (data.file.is_file() and is_quick(data.file)):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentfactory.trainers.sync.ipc_sync import IpcSync
 from agentfactory.trainers.sync.nccl_sync import VllmGroup, packed
+from agentfactory.trainers.update.offload import HostBuffer
 from benchmarks.gpu_parts.findings import DEVICE, GPU, Findings
 
 
@@ -113,7 +114,9 @@ def leak(findings: Findings) -> None:
     # a sync asks its servers for their model; there are none here
     sync, after = IpcSync.__new__(IpcSync), list[float]()
     sync._copy, sync._shared, sync._buffer_bytes, sync._device = {}, [], 8 * size, DEVICE
-    sync._allocate(state)
+    sync._host = HostBuffer(DEVICE)
+    if not GPU:
+        sync._allocate(state)
     for _ in range(6):
         with ExitStack() as stack:
             copied = sync._keep(state, stack.enter_context(ThreadPoolExecutor(1)))

@@ -9,6 +9,7 @@ from string import Template
 import pytest
 
 from agentfactory import Agent
+from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ALGORITHMS
 from tests.project import load_and_check, refused
@@ -211,6 +212,12 @@ def test_sglang_refuses(project: Path, settings: str, field: str, said: str) -> 
 )
 def test_accepted(settings: str) -> None:
     load_and_check(overrides=settings.split("; "))
+
+
+def test_fp8_without_compiled_layers_is_a_warning() -> None:
+    for settings in (["train.precision=fp8"], ["train.precision=fp8", "train.compile=true"]):
+        found = doubts(load_and_check("recipe.yaml", settings))
+        assert any("fix: train.compile=true" in doubt for doubt in found) is (len(settings) == 1)
 
 
 def test_a_running_server_needs_no_sglang_here() -> None:

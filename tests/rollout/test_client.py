@@ -67,6 +67,7 @@ class Server:
         self.models = ["policy"]
         self.routes = list(NEEDED_ROUTES)
         self.prompts: list[list[int]] = []
+        self.detokenized: list[bool] = []
         self.replicas = 1
         self.page: Callable[[], str] = self.idle_page
         self.asked_replicas: list[str | None] = []
@@ -77,7 +78,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     async def generate(self, request: web.Request) -> web.Response:
-        self.prompts.append((await request.json())["token_ids"])
+        self.prompts.append((body := await request.json())["token_ids"])
+        self.detokenized.append(body["sampling_params"]["detokenize"])
         self.asked_replicas.append(request.headers.get(REPLICA_HEADER))
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         made = answer()
@@ -371,3 +373,5 @@ async def test_a_row_that_grows_is_encoded_once_and_sent_whole() -> None:
         assert server.prompts == [[1, 151_643], [1, 151_643, 2], [1, 151_643, 2], [1, 151_643, 2, 0, 33]]
         with pytest.raises(ValueError, match="the row must not shrink: it had 5 tokens, and now has 1"):
             await client.generate([1], "base", {}, chain="c", encoded=encoded)
+        await client.generate(row, "base", {"stop": ["</answer>"]})
+        assert server.detokenized == [False] * 4 + [True], "only the search for stop strings needs text"

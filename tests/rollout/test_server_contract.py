@@ -316,7 +316,7 @@ async def test_prompts_are_scored_as_in_a_whole_forward_pass(client: Client) -> 
     prompts = [some_ids(length, length) for length in (2, 33, 700, 1100)]
     await client.generate(prompts[2], max_tokens=1)
     cases = [(prompt, count) for prompt in prompts for count in (0, 7)]
-    scored = [client.answer(p, temperature=0.7, max_tokens=3, prompt_logprobs=count) for p, count in cases]
+    scored = [client.answer(p, temperature=0.7, max_tokens=3, prompt_logprobs=n, detokenize=False) for p, n in cases]
     *answers, other = await asyncio.gather(*scored, client.generate(prompts[1], max_tokens=9))
     check_logprobs(model, prompts[1], other)
     for (prompt, count), answer in zip(cases, answers, strict=True):
@@ -381,7 +381,7 @@ async def test_stop_tokens_and_the_models_own_end(client: Client) -> None:
 async def test_stop_strings_end_a_turn_with_the_token_that_completes_them(client: Client) -> None:
     tokenizer = make_tokenizer()
     prompt = some_ids(30)
-    free = (await client.generate(prompt, temperature=0, max_tokens=20))["token_ids"]
+    free = (await client.generate(prompt, temperature=0, max_tokens=20, detokenize=False))["token_ids"]
     texts = [tokenizer.decode(free[:count]) for count in range(21)]
     tried = 0
     for count in range(2, 21):

@@ -32,8 +32,9 @@ def test_each_replica_has_its_own_load() -> None:
 def test_a_page_is_read_as_it_is_written() -> None:
     load = Load(2, 3, 0.5, 40, 7, 11)
     assert parse_loads(write_load(load)) == [load]
-    with pytest.raises(ValueError, match="has no vllm:num_requests_waiting"):
+    with pytest.raises(ValueError, match="has no vllm:prompt_tokens_total"):
         parse_loads("vllm:num_requests_running 1\n")
+    assert parse_loads(VLLM_PAGE.replace('running{engine="1"', "other{"))[1].running == 0
     with pytest.raises(ValueError, match="has no vllm:num_requests_waiting"):
         parse_loads("")
     with pytest.raises(ValueError, match="has no vllm:generation_tokens_total"):

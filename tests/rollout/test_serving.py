@@ -10,7 +10,7 @@ import pytest
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.server_command_line import explain, server_command
-from agentfactory.rollout.inference.vllm.vllm_server import _cores
+from agentfactory.rollout.inference.vllm.vllm_server import _api_servers, _cores
 
 
 def command(
@@ -53,6 +53,10 @@ def test_vllm_accepts_rows_of_tokens_as_adapters_of_tables(tmp_path: Path) -> No
         assert flags[flags.index("--max-lora-rank") + 1] == str(rank)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "rank_pattern": {"lm_head": 20}}))
     assert "--max-lora-rank 32 --table-adapters" in command(adapters={"checkpoint": tmp_path})
+
+
+def test_only_adapters_of_replicas_need_one_api_server() -> None:
+    assert [bool(_api_servers(*case)) for case in ((True, 2), (True, 1), (False, 2))] == [True, False, False]
 
 
 def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_every_parameter_that_is_sent_is_one_of_sglang() -> None:
         **{"temperature": 0.7, "max_tokens": 9, "stop_token_ids": [4], "stop": ["x"], "ignore_eos": True},
         **{"logit_bias": {"3": -100.0}, "logprobs": 2, "logprob_token_ids": [4, 5], "top_p": 1.0, "top_k": -1},
         **{"min_p": 0.0, "min_tokens": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1, "seed": None},
-        **{"repetition_penalty": 1.0},
+        **{"repetition_penalty": 1.0, "detokenize": True},
     }
     request = to_sglang({**turn(**everything), "cache_salt": "v1", "request_id": "r"}, 100)
     assert request.keys() <= set(API["generate"]) & API["fields"]["GenerateReqInput"].keys()

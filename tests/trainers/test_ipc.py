@@ -3,6 +3,7 @@
 import base64
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: Ser
     assert sampled(server, "policy") != expected
     with pytest.raises(ServerGoneError):
         sync.restore(url)
+
+
+def test_a_gpus_trainer_keeps_its_version_in_the_same_host_memory(server: ServerControl) -> None:
+    sync, places = IpcSync([server], device=torch.device("cpu")), set()
+    sync._device = torch.device("cuda")
+    for version in (1.0, 2.0):
+        state = {"a": torch.full((3,), version, dtype=torch.bfloat16), "b": torch.full((2, 2), version)}
+        sync._keep(state, ThreadPoolExecutor(1))[0].result()
+        assert all(torch.equal(sync._copy[name], value) for name, value in state.items())
+        places.add(sync._copy["b"].data_ptr())
+    assert len(places) == 1
 
 
 def test_a_part_that_was_left_out_is_found(

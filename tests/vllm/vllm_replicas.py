@@ -62,7 +62,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         folder = tmp_path_factory.mktemp("server")
         with serve(recipe, folder, "file") as url:
-            bound = [line.partition("core ids=")[2] for line in (folder / "server.log").open() if "core ids=" in line]
+            log = (folder / "server.log").read_text()
+            assert "Started 2 API server processes" in log
+            bound = [line.partition("core ids=")[2] for line in log.splitlines() if "core ids=" in line]
             assert len({*bound}) == 2, "each replica has cores of its own"
             yield url
 

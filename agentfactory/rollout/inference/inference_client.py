@@ -165,7 +165,9 @@ class InferenceClient:
         whose ids `token_ids` begin with. A lost turn is sampled again from the same ids, on another server if
         necessary; a paused or sleeping server is waited for. Raises ContextOverflowError or InferenceError for a
         refused request, ServerUnreachableError if no server has answered for `retry_seconds`."""
-        request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
+        # only a server's search for stop strings needs text
+        own = {"logprobs": 0, "detokenize": bool(sampling.get("stop"))}
+        request: dict[str, Any] = {"model": model, "sampling_params": {**own, **sampling}}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
         if images is not None:

@@ -34,7 +34,7 @@ _FIELDS = {
 
 def parse_loads(text: str) -> list[Load]:
     """Parse the load of each replica behind an address, in order of rank, from a Prometheus page in vLLM's format.
-    Raises ValueError if a metric is missing."""
+    Raises ValueError if a count of tokens is missing. Gauges are 0 that several API servers have not yet set."""
     values: dict[str, dict[int, float]] = {name: {} for name in _FIELDS.values()}
     for line in text.splitlines():
         name, _, rest = line.partition("{")
@@ -43,11 +43,11 @@ def parse_loads(text: str) -> list[Load]:
             values[name][int(label.partition('"')[0]) if found else 0] = float(line.rpartition(" ")[2])
         elif (bare := line.partition(" "))[0] in values:
             values[bare[0]][0] = float(bare[2])
-    ranks = sorted(values[_FIELDS["running"]])
+    ranks = sorted({rank for found in values.values() for rank in found})
     for name in values:
-        if not ranks or sorted(values[name]) != ranks:
+        if not ranks or (name.endswith("_total") and sorted(values[name]) != ranks):
             raise ValueError(f"the server's {METRICS_ROUTE} has no {name}")
-    return [Load(**{field: values[name][rank] for field, name in _FIELDS.items()}) for rank in ranks]
+    return [Load(**{field: values[name].get(rank, 0.0) for field, name in _FIELDS.items()}) for rank in ranks]
 
 
 def combined(loads: Sequence[Load]) -> Load:

@@ -23,6 +23,7 @@ from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.full_sync import FullSync, described, holds_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find, on_each
+from agentfactory.trainers.update.offload import HostBuffer
 
 BUFFER_BYTES = 2**27
 """Bytes of a shared buffer, unless one weight is larger."""
@@ -82,8 +83,8 @@ class IpcSync(FullSync):
     vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
     ours.
 
-    A trainer on a GPU shares a buffer of it during an update (CUDA IPC), and keeps a copy of the version in host
-    memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
+    A trainer on a GPU shares a buffer of it during an update (CUDA IPC), and keeps a copy of the version in page-locked
+    host memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
 
     def __init__(
         self,
@@ -102,15 +103,16 @@ class IpcSync(FullSync):
         self._version = 0
         # a copy of the last pushed version for restarted servers, since the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
+        self._host = HostBuffer(self._device)
         self._shared: list[Buffer] = []
-        """On a CPU: the copy's memory, one block per part."""
+        """On a CPU: the copy's memory, one block per part. For a GPU it is in `_host`."""
         for server in servers:
             self._init(server)
 
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
         started = time.perf_counter()
         content = Content(state, self._served)
-        if self._copy.keys() != state.keys():
+        if self._device.type == "cpu" and self._copy.keys() != state.keys():
             self._allocate(content.state)
         self._version = version
         with ThreadPoolExecutor(1, "copy") as pool:
@@ -131,14 +133,12 @@ class IpcSync(FullSync):
 
     def close(self) -> None:
         self._copy = {}
+        self._host.free()
         while self._shared:
             self._shared.pop().close()
 
     def _allocate(self, state: dict[str, Tensor]) -> None:
         self.close()
-        if self._device.type != "cpu":
-            self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
-            return
         _check_shared_memory(sum(value.nbytes for value in state.values()))
         for part in self._parts(state):
             self._shared.append(Buffer(sum(value.nbytes for _, value in part), self._device))
@@ -150,8 +150,8 @@ class IpcSync(FullSync):
             return [HandedOver(pool, partial(buffer.fill, part)) for buffer, part in pairs]
 
         def copy() -> None:
-            for name, value in state.items():
-                self._copy[name].copy_(value)
+            copies = self._host.copy([*state.values()], state.values())
+            self._copy = dict(zip(state, copies, strict=True))
 
         return [HandedOver(pool, copy)]
 

@@ -24,7 +24,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "top_p", "repetition_penalty"), (1,)),
     **dict.fromkeys(("min_p", "min_tokens", "presence_penalty", "frequency_penalty"), (0,)),
     "top_k": (0, -1),
-    "skip_special_tokens": (True, False),  # no text is returned
+    **dict.fromkeys(("skip_special_tokens", "detokenize"), (True, False)),  # no text is returned
 }
 _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),

@@ -19,8 +19,8 @@ _SAME = {
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
 """Sampling parameters with the same name and meaning in both APIs."""
-_OWN = {"max_tokens", "min_tokens", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache"}
-_NEUTRAL: dict[str, Any] = {"n": 1, "seed": None, "prompt_logprobs": None, "detokenize": None}
+_OWN = {"max_tokens", "min_tokens", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache", "detokenize"}
+_NEUTRAL: dict[str, Any] = {"n": 1, "seed": None, "prompt_logprobs": None}
 """Sampling parameters that are accepted only with the value that has no effect."""
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1}
 _BYTES |= {"uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -87,6 +87,12 @@ def _pass_on_transfer(config: str) -> list[str]:
     return ["--weight-transfer-config", config]
 
 
+def _api_servers(adapters: bool, replicas: int) -> list[str]:
+    """Return the flag for the number of API servers. vLLM starts one per replica, each with its own adapters, of which
+    several refuse to load any. Weights, their version and pauses are in the engines, so full weights need no flag."""
+    return ["--api-server-count", "1"] if adapters and replicas > 1 else []
+
+
 def _set_up_cpu(flags: list[str], workers: int) -> list[str]:
     """Return the flags for a CPU build with `workers` workers; the user's settings take precedence."""
     names = {flag.partition("=")[0] for flag in flags}
@@ -151,7 +157,7 @@ def main() -> None:
     # make vLLM's other processes end with this one, however it ends
     os.environ.update(parent_watch.environment())
     args, flags = _arguments()
-    api_key = None
+    adapters, api_key = "--enable-lora" in flags, None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
         _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
     try:
@@ -183,7 +189,7 @@ def main() -> None:
             _fail(f"cannot write the key for this server's clients: {error}")
         os.environ |= {
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(adapters)),
             # the API server has threads, whose locks a fork would copy
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             # as a flag, any process list would show it
@@ -193,10 +199,8 @@ def main() -> None:
         warming = (args.host, port, args.served_model_name, api_key)
         threading.Thread(target=_warm_up, args=warming, daemon=True).start()
         own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
-        own += ["--data-parallel-size", str(args.data_parallel_size)]
+        own += ["--data-parallel-size", str(args.data_parallel_size), *_api_servers(adapters, args.data_parallel_size)]
         own += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
-        # by default vLLM starts one per replica, each with its own list of adapters, and then refuses to load any
-        own += ["--api-server-count", "1"]
         guard = ["--middleware", "agentfactory.rollout.inference.vllm.vllm_guard.RequireKey"]
         sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *guard, *flags]
         vllm_main()
