@@ -1,4 +1,4 @@
-"""Rollout workers with thousands of long chains: CPU per turn, event-loop lag, bytes per turn, delivery.
+"""Rollout workers with thousands of long chains: CPU per turn, event-loop lag, bytes per turn, delivery, batches.
 
 The worker is the real one (`agentfactory.rollout.workers.rollout_worker`), started as trainer rank 0 starts it: it
 renders, requests turns, runs a tool, saves and delivers groups of 8. Its server is a stub in another process that
@@ -13,20 +13,27 @@ is rendered from a cache. A chain has 30 turns and ends with 16 thousand tokens.
   of the machine's speed. A worker that encodes with it cannot get below 1; ours encodes with `fastokens`.
 - delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
   the time that the viewer takes for the page of one of its chains (page).
+- batches: 4,096 rows of 8 thousand tokens (--quick: 512), in groups of 8 with a common eighth of their tokens, dealt to
+  4 ranks over gloo: the seconds until rank 0 has its batch, and its peak memory minus that before. Before, rank 0 built
+  the batches of all ranks and pickled them; that runs here as well, with the batches of today. All ranks share the
+  machine, each with one thread.
 
-`--sources` instead compares chains of 8 sources of tasks with those of one, twice: 10,240 chains of 5 turns, 4,096 at a
-time (--quick: 512 chains of 30). Each source has settings of its own, and so its own tools and runner. Both run at the
-same time, so that other work on the machine slows both.
+`--batches` deals only the rows. `--sources` instead compares chains of 8 sources of tasks with those of one, twice:
+10,240 chains of 5 turns, 4,096 at a time (--quick: 512 chains of 30). Each source has settings of its own, and so its
+own tools and runner. Both run at the same time, so that other work on the machine slows both.
 
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
 `chains_4096_vs_1024` is the CPU time of 4,096 chains divided by 4 times that of 1,024 (--quick: of 256 and 128).
 
-    python benchmarks/scale.py [--quick] [--sources | --before COMMIT]
+    python benchmarks/scale.py [--quick] [--batches | --sources | --before COMMIT]
 """
 
 import argparse
 import asyncio
+import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -60,6 +67,8 @@ SOURCES = 8
 """Number of sources that `--sources` compares with one."""
 CONCURRENCY = 4096
 """Largest number of chains at a time."""
+RANKS, ROW_TOKENS, ROW_BUDGET = 4, 8192, 32_768
+"""Ranks to which rows are dealt, tokens of a row, and of a micro-batch."""
 BATCHES = 16
 """Number of batches in which the groups are delivered, so that rank 0 need not hold them all."""
 
@@ -337,6 +346,67 @@ def delivery() -> dict[str, float]:
     return {part: sorted(values)[len(values) // 2] for part, values in parts.items()}
 
 
+def deal_rows(count: int, way: str, batching: Any, rank: int, store: Path) -> tuple[float, float]:
+    """Deal rows as one of the ranks, `now` or as `before`, and return its seconds and peak memory in MiB."""
+    import numpy as np
+    import torch
+    from torch import distributed as dist
+
+    from agentfactory.trainers.batches.batch import Batch, TrainingRow, deal_batch, make_batches, make_plans
+    from benchmarks.update import Meter
+
+    draw, rows = np.random.default_rng(0), list[TrainingRow]()
+    names, prompt = ("behaviour", "advantage", "weight", "mixed"), ROW_TOKENS // 8
+    for number in range(count if rank == 0 else 0):
+        shared = rows[-1].token_ids[:prompt] if number % GROUP else draw.integers(150_000, size=prompt)
+        ids = np.concatenate([shared, draw.integers(150_000, size=ROW_TOKENS - prompt)])
+        targets = np.arange(prompt, ROW_TOKENS)
+        rows.append(TrainingRow(ids, targets, {name: np.ones(len(targets)) for name in names}))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+
+    def now() -> Batch:
+        plans = make_plans(rows, batching, ROW_BUDGET, RANKS, None, sees=False) if rank == 0 else None
+        return deal_batch(plans, rows, None, torch.device("cpu"), None)
+
+    def before() -> Batch:
+        made = make_batches(rows, batching, ROW_BUDGET, RANKS) if rank == 0 else None
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, made, src=0)
+        return received[0]
+
+    dist.barrier()
+    meter, started = Meter(), time.perf_counter()
+    made = now() if way == "now" else before()
+    seconds = time.perf_counter() - started
+    assert made.tokens == count * (ROW_TOKENS - prompt)
+    peak = meter.peak
+    # a rank that ends early would cut connections
+    dist.barrier()
+    return seconds, peak
+
+
+def batches(quick: bool) -> dict[str, float]:
+    """Return rank 0's seconds and MiB, and how many times those of before they were: the least of both batchings."""
+    count = 512 if quick else 4096
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    # imported once, before processes are forked
+    importlib.import_module("agentfactory.trainers.batches.batch")
+    found: dict[str, dict[str, tuple[float, float]]] = {"now": {}, "before": {}}
+    for batching, way in itertools.product(("packed", "tree"), found):
+        # processes of their own: freed memory that malloc keeps would count as if it had been there before
+        with tempfile.TemporaryDirectory() as made, multiprocessing.get_context("fork").Pool(RANKS) as pool:
+            ranks = [(count, way, batching, rank, Path(made, "store")) for rank in range(RANKS)]
+            seconds, peak = found[way][batching] = pool.starmap(deal_rows, ranks, chunksize=1)[0]
+        print(f"  {count} rows of {ROW_TOKENS} tokens, {batching}, {way}: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
+    ratios = [[old / new for old, new in zip(found["before"][b], found["now"][b], strict=True)] for b in found["now"]]
+    seconds, peak = (max(costs) for costs in zip(*found["now"].values(), strict=True))
+    faster, smaller = (min(ratio) for ratio in zip(*ratios, strict=True))
+    names = ("batches_seconds", "batches_peak_mib", "batches_seconds_vs_before", "batches_memory_vs_before")
+    return dict(zip(names, (seconds, peak, faster, smaller), strict=True))
+
+
 def tokenizing() -> float:
     """Return the milliseconds that `tokenizers` takes for the new text of a turn."""
     import transformers
@@ -398,6 +468,7 @@ def compare(quick: bool, before: str | None) -> None:
     print(f"`tokenizers` alone: {alone:.2f} ms per turn")
     shown = ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts.items())
     print(f"a group of {GROUP} x {1 << 14} tokens: {shown}")
+    dealt = batches(quick)
     few, many = sizes[-2:]
     ratios = {
         "ms_per_turn": runs[many].ms_per_turn,
@@ -405,6 +476,7 @@ def compare(quick: bool, before: str | None) -> None:
         "lag_p99_ms": runs[many].lag_p99_ms,
         "delivery_ms_per_group": sum(ms for part, ms in parts.items() if part != "page"),
         f"chains_{many}_vs_{few}": runs[many].ms_per_turn / runs[few].ms_per_turn,
+        **dealt,
     }
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
 
@@ -434,6 +506,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="128 and 256 chains in place of 256 to 4,096")
     parser.add_argument("--before", metavar="COMMIT", help="also run the worker of this commit")
     parser.add_argument("--sources", nargs="?", type=int, const=SOURCES, help="compare 8 sources of tasks with one")
+    parser.add_argument("--batches", action="store_true", help="only deal rows to ranks")
     parser.add_argument("--stub", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -447,6 +520,8 @@ def main() -> None:
         sizes = (arguments.chains, arguments.workers, arguments.turns, arguments.sources or 1)
         run = run_workers(arguments.folder, arguments.url, *sizes)
         print(json.dumps(vars(run)), flush=True)
+    elif arguments.batches:
+        print(json.dumps({name: round(value, 3) for name, value in batches(arguments.quick).items()}))
     elif arguments.sources:
         compare_sources(arguments.quick)
     else:

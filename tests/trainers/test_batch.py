@@ -1,15 +1,29 @@
 """Batches: their contents, and that micro-batching, layout, order and distribution change no gradient."""
 
 import math
+import pickle
 import random
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import distributed as dist
 
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
-from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches, only_targets, training_row
+from agentfactory.trainers.batches.batch import (
+    Batching,
+    TrainingRow,
+    deal_batch,
+    make_batches,
+    make_plans,
+    only_targets,
+    training_row,
+)
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.trainers.conftest import Make, make_row, on_cpu
@@ -124,3 +138,49 @@ def test_a_row_with_fewer_targets_is_the_row_that_was_made_for_them() -> None:
     assert (late.token_ids.tolist(), late.targets.tolist()) == (list(range(8)), [6, 7])
     assert late.images == both.images == tuple(row.images)
     assert only_targets(both, np.zeros(4, dtype=bool)) is None
+
+
+class Vision:
+    def positions(self, length: int, spans: tuple[ImageSpan, ...]) -> np.ndarray:
+        return np.arange(length) - np.array([[0], [len(spans)], [sum(span.length for span in spans)]])
+
+
+def varied_rows(seed: int, count: int, with_images: bool) -> list[TrainingRow]:
+    """Return rows with a stream of several values per target and, for some, the same image or another in its place."""
+    draw, rows = random.Random(seed), []
+    for number, row in enumerate(rows_of(count, seed)):
+        spans = [ImageSpan(1, 2, f"digest {draw.randrange(2)}", (1, 2, 4))] if with_images and number % 3 else []
+        top = np.array([[draw.gauss(0, 1) for _ in range(3)] for _ in row.targets])
+        rows.append(replace(row, streams=row.streams | {"top": top}, images=tuple(spans)))
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 4), st.integers(1, 200), st.booleans())
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_what_a_process_builds_of_received_rows_is_what_rank_0_would_build(
+    batching: Batching, seed: int, count: int, processes: int, budget: int, with_images: bool
+) -> None:
+    rows, vision, cpu = varied_rows(seed, count, with_images), Vision() if with_images else None, torch.device("cpu")
+    plans = make_plans(rows, batching, budget, processes, None, with_images)
+    wire: list[list[torch.Tensor]] = [[] for _ in plans]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "scatter_object_list", Mock())
+        patch.setattr(dist, "isend", lambda sent, rank, group: wire[rank].append(sent.clone()) or Mock())
+        found = [deal_batch(plans, rows, vision, cpu, None)]
+        for rank in range(1, processes):
+            own = pickle.loads(pickle.dumps(plans[rank]))
+            patch.setattr(dist, "scatter_object_list", lambda received, _, src, own=own: received.__setitem__(0, own))
+            patch.setattr(dist, "recv", lambda into, src, group, rank=rank: into.copy_(wire[rank].pop(0)))
+            found.append(deal_batch(None, [], vision, cpu, None))
+    assert not any(wire[1:])
+    expected = make_batches(rows, batching, budget, processes, vision=vision)
+    for own, other in zip(found, expected, strict=True):
+        assert (own.normaliser, own.tokens) == (other.normaliser, other.tokens)
+        for part, same in zip(own.micro_batches, other.micro_batches, strict=True):
+            for name, value in vars(replace(same, streams={})).items():
+                given = vars(replace(part, streams={}))[name]
+                assert torch.equal(given, value) if isinstance(value, torch.Tensor) else given == value, name
+            for name, stream in part.streams.items() if part.rows else ():
+                values = np.concatenate([rows[index].streams[name] for index in part.rows])
+                np.testing.assert_array_equal(stream.numpy(), values.astype(np.float32), err_msg=name, strict=True)

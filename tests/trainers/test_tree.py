@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.trainers.batches.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
-from agentfactory.trainers.batches.packing import deal, fill, grow, merge
+from agentfactory.trainers.batches.packing import PAIRS_PER_TOKEN, TreePlan, deal, fill, grow, merge
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy
@@ -113,7 +113,9 @@ def test_a_target_is_predicted_from_its_prefix(
 @given(ROWS, st.integers(1, 400))
 def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[int]]], budget: int) -> None:
     rows = [np.array(ids) for ids, _ in drawn]
-    for tree in merge(rows, budget):
+    for plan in merge(rows, budget):
+        tree = grow((number, rows[number]) for number in plan.rows)
+        assert plan[1:] == (len(tree.ids), len(tree.ids) + tree.positions.sum() / PAIRS_PER_TOKEN, tree.plain)
         assert len(tree.ids) <= max(budget, *(len(rows[number]) for number in tree.paths))
         prefixes = {tuple(rows[number][: end + 1]) for number in tree.paths for end in range(len(rows[number]))}
         assert len(tree.ids) == len(prefixes)
@@ -149,10 +151,10 @@ def test_what_shares_too_little_is_padded() -> None:
 def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
     for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
-        assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
+        assert sorted(tree.tokens for tree in merge(input_ids(rows), budget)) == sizes
     rows = rows_per_turn(random.Random(0), turns=8)
     (tree,) = merge(input_ids(rows), token_budget=50)
-    assert len(tree.ids) == len(rows[-1].token_ids) - 1
+    assert tree.tokens == len(rows[-1].token_ids) - 1
 
 
 def test_one_group_is_shared_out_over_processes() -> None:
@@ -173,9 +175,8 @@ def test_processes_get_equal_work() -> None:
 
 def test_lines_are_full() -> None:
     rng = random.Random(0)
-    trees = [grow([(number, np.array(tokens(rng, rng.randint(5, 40))))]) for number in range(100)]
-    lines = fill(trees, 100)
-    lengths = [sum(len(tree.ids) for tree in line) for line in lines]
+    lines = fill([TreePlan((number,), rng.randint(5, 40), 1.0) for number in range(100)], 100)
+    lengths = [sum(tree.tokens for tree in line) for line in lines]
     assert max(lengths) <= 100
     assert 0.95 * 100 * len(lines) <= sum(lengths)
 

@@ -1,12 +1,12 @@
-"""Batches: training rows divided into micro-batches for every process, with one global normaliser."""
+"""Batches: rows divided into micro-batches, planned by rank 0, built by each process, with one global normaliser."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch import distributed as dist
@@ -14,9 +14,15 @@ from torch import distributed as dist
 from agentfactory.rollout.images.image_tokens import Vision
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.trainers.batches.image_batches import merge_keys
-from agentfactory.trainers.batches.packing import Tree, deal, fill, grow, merge, stack
+from agentfactory.trainers.batches.packing import Tree, TreePlan, deal, fill, grow, merge, row_work, stack
 
 Batching = Literal["padded", "packed", "tree"]
+
+Group = dist.ProcessGroup | None
+Member = tuple[int, int, int, tuple[ImageSpan, ...]]
+"""A row in a plan: its index (-1: a row of zeros), its numbers of tokens and targets, and its images."""
+Lines = list[list[list[Member]]]
+"""The plan of a micro-batch: by line, its trees as lists of rows in lexicographic order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +128,19 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """One process's batch before it is built."""
+
+    micro_batches: list[Lines]
+    shapes: dict[str, tuple[int, ...]]
+    """Name of a stream -> shape of the values of one target."""
+    seen: bool
+    """True if any row of the step has images, on any process."""
+    normaliser: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """One process's share of a step. All processes have the same number of micro-batches."""
 
@@ -147,115 +166,140 @@ def make_batches(
     of the weights. `vision` belongs to a model that accepts images.
 
     Raises ValueError if there is no row, the normaliser is not positive, or the model does not accept the images."""
+    plans = make_plans(rows, batching, token_budget, processes, normaliser, vision is not None)
+    return [deal_batch([plan], rows, vision, torch.device("cpu"), None) for plan in plans]
+
+
+def make_plans(
+    rows: Sequence[TrainingRow], batching: Batching, budget: int, processes: int, normaliser: float | None, sees: bool
+) -> list[Plan]:
+    """Plan the batches of make_batches, one per process. `sees` is true for a model that accepts images."""
     if not rows:
         raise ValueError("there is no row to train on")
-    names = list(rows[0].streams)
     if normaliser is None:
         normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
     if not normaliser > 0.0:
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
     seen = any(row.images for row in rows)
-    if seen and vision is None:
+    if seen and not sees:
         raise ValueError("the rows have images, and the model reads only text: train the model that made them")
     # a row's last target, and the tokens after it, predict nothing
-    inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
+    inputs = [np.asarray(row.token_ids[: row.targets[-1]]) for row in rows]
     if batching == "tree":
-        trees = merge(merge_keys(inputs, [row.images for row in rows]), token_budget, processes)
+        trees = merge(merge_keys(inputs, [row.images for row in rows]), budget, processes)
     else:
-        trees = [grow([(number, row)]) for number, row in enumerate(inputs)]
-    shares = []
+        work = row_work(np.array([len(ids) for ids in inputs]))
+        trees = [TreePlan((number,), len(ids), work[number]) for number, ids in enumerate(inputs)]
+    members = [(n, len(inputs[n]) + 1, len(row.targets), row.images) for n, row in enumerate(rows)]
+    shares: list[list[Lines]] = []
     for share in deal([tree.cost for tree in trees], processes):
         own = [trees[number] for number in share]
         # a tree without branches is an ordinary row, and rows of one length are fastest as a block
         flat = own if batching == "packed" else [tree for tree in own if not tree.plain]
-        blocks = [[line] for line in fill(flat, token_budget)]
+        blocks = [[line] for line in fill(flat, budget)]
         if batching != "packed":
-            blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], token_budget)]
-        shares.append(blocks)
+            blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], budget)]
+        shares.append([[[[members[n] for n in tree.rows] for tree in line] for line in block] for block in blocks])
     most, tokens = max(map(len, shares)), sum(len(row.targets) for row in rows)
-    batches = []
-    for blocks in shares:
-        parts = [_micro_batch(block, rows, inputs, names, vision, seen) for block in blocks]
-        batches.append(Batch(parts + [_idle(rows[0], seen)] * (most - len(blocks)), normaliser, tokens))
-    return batches
+    shapes = {name: np.shape(stream)[1:] for name, stream in rows[0].streams.items()}
+    # a micro-batch without effect: the processes' collective calls must match
+    idle: Lines = [[[(-1, 2, 1, ())]]]
+    return [Plan(own + [idle] * (most - len(own)), shapes, seen, normaliser, tokens) for own in shares]
 
 
-def _micro_batch(
-    lines: list[list[Tree]],
-    rows: Sequence[TrainingRow],
-    inputs: list[np.ndarray],
-    names: list[str],
-    vision: Vision | None,
-    seen: bool,
-) -> MicroBatch:
-    width = max(sum(len(tree.ids) for tree in line) for line in lines)
+def deal_batch(
+    plans: list[Plan] | None, rows: Sequence[TrainingRow], vision: Vision | None, device: torch.device, group: Group
+) -> Batch:
+    """Build this process's batch on `device`. Rank 0 passes the plans of all processes and the rows; the others pass
+    None and get their rows through `group`, a gloo group (None: the default group)."""
+    received: list[Any] = [plans[0] if plans else None]
+    if plans is None or len(plans) > 1:
+        # through the default group, whose peers were checked: plans are unpickled, rows are not
+        dist.scatter_object_list(received, plans, src=0)
+    plan: Plan = received[0]
+    idle = {name: np.zeros((1, *shape)) for name, shape in plan.shapes.items()}
+    rows = [*rows, TrainingRow(np.zeros(2, dtype=np.int64), np.ones(1, dtype=np.int64), idle)]  # at index -1
+    parts = []
+    for number, lines in enumerate(plan.micro_batches):
+        # one micro-batch per process at a time, so that rank 0 never has all of them
+        sent: list[Any] = []
+        for rank, other in enumerate((plans or ())[1:], 1):
+            for array in _pack(other.micro_batches[number], rows, plan):
+                sent.append(dist.isend(torch.from_numpy(array), rank, group))
+        packed = _receive(lines, plan, group) if plans is None else _pack(lines, rows, plan)
+        parts.append(_micro_batch(lines, *packed, plan, vision).to(device))
+        for work in sent:
+            work.wait()
+    return Batch(parts, plan.normaliser, plan.tokens)
+
+
+def _members(lines: Lines) -> list[Member]:
+    return [member for line in lines for tree in line for member in tree]
+
+
+def _pack(lines: Lines, rows: Sequence[TrainingRow], plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows as int32 (all ids, then all targets) and float32 (stream by stream)."""
+    chosen = [rows[index] for index, *_ in _members(lines)]
+    whole = [row.token_ids[: row.targets[-1] + 1] for row in chosen] + [row.targets for row in chosen]
+    streams = [np.ravel(row.streams[name]) for name in plan.shapes for row in chosen]
+    return np.concatenate(whole, dtype=np.int32), np.concatenate(streams, dtype=np.float32)
+
+
+def _receive(lines: Lines, plan: Plan, group: Group) -> tuple[np.ndarray, np.ndarray]:
+    _, tokens, targets, _ = zip(*_members(lines), strict=True)
+    values = sum(targets) * sum(map(math.prod, plan.shapes.values()))
+    packed = np.empty(sum(tokens + targets), dtype=np.int32), np.empty(values, dtype=np.float32)
+    for array in packed:
+        dist.recv(torch.from_numpy(array), 0, group)
+    return packed
+
+
+def _micro_batch(lines: Lines, whole: np.ndarray, values: np.ndarray, plan: Plan, vision: Vision | None) -> MicroBatch:
+    indices, tokens, targets, images_of = zip(*_members(lines), strict=True)
+    arrays = np.split(whole, np.cumsum(tokens + targets)[:-1])
+    found = zip(indices, arrays, arrays[len(indices) :], images_of, strict=False)
+    rows = {index: TrainingRow(ids, places, {}, spans) for index, ids, places, spans in found}
+    trees = [[_grow(tree, rows) for tree in line] for line in lines]
+    width = max(sum(len(tree.ids) for tree in line) for line in trees)
     ids = np.zeros((len(lines), width), dtype=np.int64)
     positions, ends = np.zeros((2, 1, width), dtype=np.int64)
-    members: list[int] = []
     sources: list[np.ndarray] = []
     rotary: np.ndarray | None = None
     images: dict[int, ImageSpan] = {}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(trees):
         start = 0
         for tree in line:
             place = slice(start, start + len(tree.ids))
-            positions[0, place], ends[0, place] = tree.positions, tree.ends + start
+            ids[number, place], positions[0, place], ends[0, place] = tree.ids, tree.positions, tree.ends + start
             for index, path in tree.paths.items():
                 row = rows[index]
-                members.append(index)
-                sources.append(path[np.asarray(row.targets) - 1] + number * width + start)
-                # not the tree's ids, which are keys for image tokens
-                ids[number, path + start] = inputs[index]
-                if seen and vision is not None:
+                sources.append(path[row.targets - 1] + number * width + start)
+                if plan.seen and vision is not None:
+                    # the tree's ids are keys for image tokens
+                    ids[number, path + start] = row.token_ids[:-1]
                     if (places := vision.positions(len(path), row.images)) is not None:
                         rotary = np.zeros((3, len(lines), width), dtype=np.int64) if rotary is None else rotary
                         rotary[:, number, path + start] = places
                     images |= {number * width + start + int(path[image.offset]): image for image in row.images}
             start = place.stop
-    causal = all(len(line) == 1 and line[0].plain for line in lines)
-    chosen = [rows[index] for index in members]
+    causal = all(len(line) == 1 and line[0].plain for line in trees)
+    shapes = {name: (sum(targets), *shape) for name, shape in plan.shapes.items()}
+    streams = np.split(values, np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
     return MicroBatch(
         ids=torch.from_numpy(ids),
         positions=None if causal else torch.from_numpy(positions),
         ends=None if causal else torch.from_numpy(ends),
         sources=torch.from_numpy(np.concatenate(sources)),
-        labels=torch.from_numpy(np.concatenate([np.asarray(row.token_ids)[row.targets] for row in chosen])),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(row.targets) for row in chosen])),
-        rows=tuple(members),
-        streams={
-            name: torch.from_numpy(np.concatenate([row.streams[name] for row in chosen]).astype(np.float32))
-            for name in names
-        },
+        labels=torch.from_numpy(np.concatenate([row.token_ids[row.targets] for row in rows.values()], dtype=np.int64)),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(rows)), targets)),
+        rows=tuple(index for index in indices if index >= 0),
+        streams={n: torch.from_numpy(v.reshape(shapes[n])) for n, v in zip(shapes, streams, strict=True)},
         images=tuple(images[place] for place in sorted(images)),
         rotary=torch.from_numpy(rotary) if images and rotary is not None else None,
-        in_step_with_images=seen,
+        in_step_with_images=plan.seen,
     )
 
 
-def _idle(row: TrainingRow, seen: bool) -> MicroBatch:
-    """Return a micro-batch without effect: the processes' collective calls must match."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(
-        ids=zero[None],
-        positions=None,
-        ends=None,
-        sources=zero,
-        labels=zero,
-        sequence=zero,
-        rows=(),
-        streams={name: torch.zeros(1, *np.shape(stream)[1:]) for name, stream in row.streams.items()},
-        in_step_with_images=seen,
-    )
-
-
-def scatter(batches: list[Batch] | None, accelerator: Accelerator) -> Batch:
-    """Return this process's batch, on its device. Rank 0 passes the batches of all processes, the others None."""
-    if accelerator.num_processes == 1:
-        assert batches is not None
-        own = batches[0]
-    else:
-        received: list[Batch | None] = [None]
-        dist.scatter_object_list(received, batches, src=0)
-        assert received[0] is not None
-        own = received[0]
-    return Batch([part.to(accelerator.device) for part in own.micro_batches], own.normaliser, own.tokens)
+def _grow(tree: list[Member], rows: dict[int, TrainingRow]) -> Tree:
+    keys = merge_keys([rows[index].token_ids[:-1] for index, *_ in tree], [images for *_, images in tree])
+    return grow(zip([index for index, *_ in tree], keys, strict=True))

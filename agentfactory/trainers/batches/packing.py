@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -42,9 +43,14 @@ class Tree:
     def plain(self) -> bool:
         return int(self.positions[-1]) == len(self.ids) - 1
 
-    @property
-    def cost(self) -> float:
-        return float(len(self.ids) + self.positions.sum() / PAIRS_PER_TOKEN)
+
+class TreePlan(NamedTuple):
+    """A tree before it is grown: numbers of its rows in lexicographic order, and what it will be."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    cost: float
+    plain: bool = True
 
 
 def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
@@ -74,12 +80,12 @@ def _shared(one: Ids, other: Ids) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
-    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost: ranges of the
+def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[TreePlan]:
+    """Plan trees of at most `token_budget` tokens that contain all rows, at the least estimated cost: ranges of the
     rows in lexicographic order. A row longer than the budget is in a tree with only its own prefixes. With several
     `processes`, trees are cut smaller if the busiest process then finishes sooner."""
     # by bytes: any order of tokens works if it is the same everywhere
-    order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
+    order = sorted(range(len(rows)), key=lambda number: rows[number].astype(np.int32).tobytes())
     lengths = np.array([len(rows[number]) for number in order])
     shared = np.array([0] + [_shared(rows[one], rows[other]) for one, other in pairwise(order)])
     roots = np.append(np.flatnonzero(shared == 0), len(rows))
@@ -87,14 +93,15 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
     tokens = (lengths - shared).cumsum()
     forked = np.append(False, shared[1:] < lengths[:-1])
     forks = forked.cumsum()
-    work = (_work(lengths) - _work(shared) + forked * _fork(lengths - shared)).cumsum()
+    unforked = (row_work(lengths) - row_work(shared)).cumsum()
+    work = unforked + (forked * _fork(lengths - shared)).cumsum()
 
     def plan(limit: int) -> tuple[list[tuple[int, int]], list[float]]:
         def costs(start: int) -> np.ndarray:
-            window = slice(start, roots[np.searchsorted(roots, start, side="right")])
-            size = tokens[window] - tokens[start] + lengths[start]
-            allowed = np.count_nonzero((size <= limit) | (forks[window] == forks[start]))
-            return (work[window] - work[start] + _work(lengths[start : start + 1]))[:allowed]
+            small = np.searchsorted(tokens, limit + tokens[start] - lengths[start], side="right")
+            plain = np.searchsorted(forks, forks[start], side="right")
+            root = roots[np.searchsorted(roots, start, side="right")]
+            return work[start : min(root, max(small, plain))] - work[start] + row_work(lengths[start : start + 1])
 
         ranges = _partition(len(rows), costs)
         return ranges, [float(costs(start)[end - start - 1]) for start, end in ranges]
@@ -107,10 +114,16 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
         sizes = [tokens[end - 1] - tokens[start] + lengths[start] for start, end in ranges]
         limits = np.geomspace(min(max(sizes), token_budget), min(lengths.max(), token_budget), 8).astype(int)
         ranges, planned = min((plan(limit) for limit in limits), key=lambda found: busiest(found[1]))
-    return [grow((number, rows[number]) for number in order[start:end]) for start, end in ranges]
+    plans = []
+    for start, end in ranges:
+        size = int(tokens[end - 1] - tokens[start] + lengths[start])
+        cost = float(unforked[end - 1] - unforked[start] + row_work(lengths[start]))
+        plans.append(TreePlan(tuple(order[start:end]), size, cost, plain=size == lengths[end - 1]))
+    return plans
 
 
-def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
+def row_work(lengths: Ids) -> Float[np.ndarray, "rows"]:
+    """Return the cost of rows of these lengths, in tokens."""
     return lengths + lengths * (lengths - 1) / 2 / PAIRS_PER_TOKEN
 
 
@@ -131,13 +144,13 @@ def deal(work: Sequence[float], processes: int) -> list[list[int]]:
     return shares
 
 
-def fill(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
+def fill(trees: list[TreePlan], token_budget: int) -> list[list[TreePlan]]:
     """Distribute trees to lines of at most `token_budget` tokens, the longest first, each to the line where it leaves
     the least room (best fit). A longer tree gets a separate line."""
-    lines: list[list[Tree]] = []
+    lines: list[list[TreePlan]] = []
     free: list[tuple[int, int]] = []
-    for tree in sorted(trees, key=lambda tree: len(tree.ids), reverse=True):
-        length = len(tree.ids)
+    for tree in sorted(trees, key=lambda tree: tree.tokens, reverse=True):
+        length = tree.tokens
         place = bisect_left(free, (length, 0))
         if place == len(free):
             free.append((max(token_budget, length), len(lines)))
@@ -148,12 +161,12 @@ def fill(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
     return lines
 
 
-def stack(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
+def stack(trees: list[TreePlan], token_budget: int) -> list[list[TreePlan]]:
     """Distribute trees to blocks of one line each, all padded to the longest, of at most `token_budget` tokens, at the
     least estimated cost. A longer tree gets a separate block."""
-    ordered = sorted(trees, key=lambda tree: len(tree.ids), reverse=True)
-    lengths = np.array([len(tree.ids) for tree in ordered])
-    work = _work(lengths)
+    ordered = sorted(trees, key=lambda tree: tree.tokens, reverse=True)
+    lengths = np.array([tree.tokens for tree in ordered])
+    work = row_work(lengths)
 
     def costs(start: int) -> np.ndarray:
         # the first line of a block is its longest

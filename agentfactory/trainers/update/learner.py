@@ -19,7 +19,7 @@ from agentfactory.base.processes.memory import keep_freed_memory, return_freed_m
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.token_row import Row
-from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
+from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, deal_batch, make_plans
 from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
@@ -28,7 +28,7 @@ from agentfactory.trainers.networks.layers import weights_kept
 from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
-from agentfactory.trainers.processes.accelerator import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.processes.accelerator import PATIENCE, decided_by_rank_0, weights_of_rank_0
 from agentfactory.trainers.teachers.teacher import (
     make_reference,
     make_teacher,
@@ -90,6 +90,9 @@ class Learner:
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
+        # NCCL would take rows through the GPUs
+        on_gpus = accelerator.num_processes > 1 and dist.get_backend() != "gloo"
+        self._gloo = dist.new_group(backend="gloo", timeout=PATIENCE) if on_gpus else None
         self.max_grad_norm = train.max_grad_norm
         self.token_budget = train.token_budget
         self.entropy_gradient = train.loss.entropy_bonus > 0
@@ -139,11 +142,11 @@ class Learner:
 
     def deal(self, rows: list[TrainingRow], normaliser: float | None = None) -> Batch:
         """Return this process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
-        processes, batches = self.accelerator.num_processes, None
+        processes, plans, sees = self.accelerator.num_processes, None, self.vision is not None
         if self.accelerator.is_main_process:
             self.check_lengths(rows)
-            batches = make_batches(rows, self.batching, self.token_budget, processes, normaliser, self.vision)
-        return scatter(batches, self.accelerator)
+            plans = make_plans(rows, self.batching, self.token_budget, processes, normaliser, sees)
+        return deal_batch(plans, rows, self.vision, self.accelerator.device, self._gloo)
 
     def check_lengths(self, rows: Iterable[Row | TrainingRow]) -> None:
         """Raise SettingError if a row is too long for the network's positions."""
