@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from agentfactory.rollout.text.token_roles import ROLES
@@ -60,28 +61,28 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         terms = terms * correction
         mixed = real & (streams["mixed"] > 0)
         sums = {
-            "entropy": entropy.detach()[real].sum(),
-            "clipped": clipped[real].sum(),
-            "corrected": corrected[real].sum(),
+            "entropy": total(entropy, real),
+            "clipped": total(clipped, real),
+            "corrected": total(corrected, real),
             "mismatch": gap.abs().sum(),
             "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
             "mixed": mixed.sum(),
-            "mismatch_mixed": gap.abs()[mixed].sum(),
+            "mismatch_mixed": total(gap.abs(), mixed),
         }
         if teacher is not None and divergence is not None:
             if not teacher.is_sampled:
                 terms = terms + teacher.coefficient * divergence
             if first:
                 before[index]["divergence"] = divergence.detach().where(graded, torch.nan)
-            sums |= {"teacher_kl": divergence.detach()[graded].sum(), "graded": graded.sum()}
+            sums |= {"teacher_kl": total(divergence, graded), "graded": graded.sum()}
         if config.behaviour_kl:
             held = losses.behaviour_kl(logprob, streams["behaviour"])
             terms = terms + config.behaviour_kl * held
-            sums["behaviour_kl"] = held.detach()[real].sum()
+            sums["behaviour_kl"] = total(held, real)
         if config.kl.coefficient and config.kl.place == "loss":
             distance = losses.kl(config.kl.estimator, logprob, streams["reference"])
             terms = terms + config.kl.coefficient * distance
-            sums["kl"] = distance.detach()[real].sum()
+            sums["kl"] = total(distance, real)
         if config.entropy_bonus:
             terms = terms - config.entropy_bonus * entropy
         return Terms(loss=(weight * terms).sum(), sums=sums, maxima={"mismatch": gap.abs().max()})
@@ -90,12 +91,17 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         streams = part.streams
         terms, clipped = losses.value_loss(values, streams["value"], streams["return"], train.critic.value_clip)
         real = streams["weight"] > 0
-        sums = {"value_loss": terms.detach()[real].sum(), "value_clipped": clipped[real].sum()}
+        sums = {"value_loss": total(terms, real), "value_clipped": total(clipped, real)}
         return Terms(loss=(streams["weight"] * terms).sum(), sums=sums)
 
     terms = None if critic_only else loss, critic_loss if learner.has_critic else None
     updates = [learner.update(batch, *terms) for _ in range(train.updates_per_batch)]
     return PolicyUpdate(updates, before)
+
+
+def total(values: Targets, chosen: losses.Flags) -> Float[Tensor, ""]:
+    """Return the sum of the chosen values. Unlike an index, it does not wait for a GPU."""
+    return values.detach().where(chosen, 0.0).sum()
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
