@@ -69,13 +69,13 @@ def sdpa(findings: Findings) -> None:
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "bfloat16": {
         "today": {},
-        "flex": {"attention": "flex_attention"},
+        "sdpa": {"attention": "sdpa"},
         "no checkpointing": {"gradient_checkpointing": False},
         "64k tokens": {"token_budget": 2**16},
         "tree": {"batching": "tree"},
-        "tree, flex": {"batching": "tree", "attention": "flex_attention"},
+        "tree, sdpa": {"batching": "tree", "attention": "sdpa"},
         "compile": {"compile": True},
-        "flex, 64k tokens, compile": {"attention": "flex_attention", "token_budget": 2**16, "compile": True},
+        "64k tokens, compile": {"token_budget": 2**16, "compile": True},
     },
     "fp8": {
         name: {"compile": GPU, "token_budget": 2**16, "precision": name} for name in ("auto", "fp8", "fp8_rowwise")
@@ -84,7 +84,7 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
 """Family -> form -> settings of `train`, beside those of `make_update`. On a CPU nothing is compiled for FP8."""
 
 
-WITH_ADAPTER = ("today", "flex, 64k tokens, compile", "auto", "fp8")
+WITH_ADAPTER = ("today", "64k tokens", "64k tokens, compile", "auto", "fp8")
 """Forms that are measured with an adapter, too."""
 
 
