@@ -23,7 +23,9 @@ def weights_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast the weights of linear layers to `dtype` once for this context, in which none may change, and not in each
     forward pass and recomputation. fsdp2 gathers them in `dtype`."""
     linear = {id(w): w for module in model.modules() if type(module) is nn.Linear for w in module.parameters()}
-    weights: list[Tensor] = [w for w in linear.values() if w.dtype == torch.float32 != dtype and not isinstance(w, DTensor)]
+    weights: list[Tensor] = [
+        w for w in linear.values() if w.dtype == torch.float32 != dtype and not isinstance(w, DTensor)
+    ]
     copies = [torch.empty_like(weight, dtype=dtype, requires_grad=False) for weight in weights]
     if weights:
         with torch.no_grad():
@@ -74,10 +76,10 @@ def precision(inputs: Tensor, *weights: Tensor) -> torch.dtype | None:
 
 
 def _rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype) -> Float[Tensor, "rows in"]:
-    """Return the inputs in `dtype`; a tensor that is cast keeps the result for further layers."""
-    if inputs.dtype == dtype:
-        # a view of the tensor, which would keep itself
-        return inputs.reshape(-1, inputs.shape[-1])
+    """Return the inputs in `dtype`; the result of another layer keeps its cast for further ones."""
+    if inputs.dtype == dtype or inputs.grad_fn is None:
+        # without a cast, a view of the tensor, which would keep itself
+        return inputs.to(dtype).reshape(-1, inputs.shape[-1])
     key = inputs._version, dtype, torch.is_grad_enabled()
     made: Any = getattr(inputs, "_as_rows", None)
     if made is None or made[0] != key:
@@ -90,25 +92,28 @@ def _rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype) -> Float[Tenso
 # ---- linear layers
 
 
-def _linear(layer: nn.Linear, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
-    if (dtype := precision(inputs, layer.weight)) is None:
-        return plain(inputs)
-    return _by_rows(inputs, dtype, layer.weight, layer.bias)
+def _linear(layer: nn.Linear, plain: Callable[..., Tensor], input: Tensor) -> Tensor:  # torch's own name
+    if (dtype := precision(input, layer.weight)) is None:
+        return plain(input)
+    return _by_rows(input, dtype, layer.weight, layer.bias)
 
 
-def _adapted(layer: Any, plain: Callable[..., Tensor], inputs: Tensor) -> Tensor:
-    name, weight, bias = layer.active_adapters[0], layer.base_layer.weight, layer.base_layer.bias
-    used = name in layer.lora_A and not layer.disable_adapters
-    if used and (dtype := precision(inputs, weight, layer.lora_A[name].weight)) is not None:
+def _adapted(layer: Any, plain: Callable[..., Tensor], inputs: Tensor, *further: Any, **options: Any) -> Tensor:
+    name, base = layer.active_adapters[0], layer.base_layer
+    # peft's other ways: none in use, a merged one, several, one with dropout, DoRA and the like
+    ours = name in layer.lora_A and isinstance(layer.lora_dropout[name], nn.Identity) and not layer.lora_variant
+    ours = ours and len(layer.active_adapters) == 1 and not (layer.disable_adapters or layer.merged)
+    if ours and not (further or options) and not layer.lora_bias[name]:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
-        return _by_rows(inputs, dtype, weight, bias, *factors, layer.scaling[name])
-    return plain(inputs)
+        if (dtype := precision(inputs, base.weight, *factors)) is not None:
+            return _by_rows(inputs, dtype, base.weight, base.bias, *factors, layer.scaling[name])
+    return plain(inputs, *further, **options)
 
 
 def _by_rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype, *weights: Any) -> Float[Tensor, "*batch out"]:
     # views outside the function, because networks may change its result in place
     found: Tensor = _Linear.apply(_rows(inputs, dtype), *weights)
-    return found.view(*inputs.shape[:-1], -1)
+    return found.view(*inputs.shape[:-1], found.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
