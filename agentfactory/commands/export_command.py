@@ -28,9 +28,10 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     """Export a checkpoint, or a run's last, to the new folder `output`: the full model, or with `adapter` only the
     adapter. `push` names a hub repository. Raises SettingError or RunFolderError."""
     checkpoint = checkpoint.expanduser()
-    if (run := _run_at(checkpoint)) is not None:
-        checkpoint = _last_checkpoint(run)
-        say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
+    place = checkpoint.parent if checkpoint.name in (RECIPE, "checkpoints") else checkpoint
+    if run_folder.is_run(place):
+        checkpoint = _last_checkpoint(place)
+        say(f"the last checkpoint of {display(place)} is {display(checkpoint)}")
     if checkpoint.exists():
         check_weights_folder(checkpoint)
     if not (checkpoint / INFO).is_file():
@@ -64,12 +65,6 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     say(f"exported {checkpoint} to {output}")
     if push:
         say(f"uploaded to {_push(output, push)}")
-
-
-def _run_at(path: Path) -> Path | None:
-    """Return the run folder at `path`, its recipe or its folder of checkpoints; None if there is none."""
-    place = path.parent if path.name in (RECIPE, "checkpoints") else path
-    return place if run_folder.is_run(place) else None
 
 
 def _last_checkpoint(run: Path) -> Path:

@@ -140,7 +140,8 @@ class _Run:
 
     def train_sft(self) -> TrainResult:
         recipe, is_main = self.recipe, self.accelerator.is_main_process
-        tasks = _sft_tasks(recipe) if is_main else None
+        data = None if recipe.train.from_trajectories else recipe.data
+        tasks = load_tasks(data, tell=True) if is_main and data is not None else None
         # conversations in data files bring their own tools
         in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
         renderer = self._load_renderer(in_data)
@@ -221,12 +222,6 @@ class _Run:
         self.stack.callback(workers.close)
         checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
         return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
-
-
-def _sft_tasks(recipe: Recipe) -> list[Task] | None:
-    if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
-        return None
-    return load_tasks(recipe.data, tell=True)
 
 
 def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> list[Row] | None:
