@@ -6,7 +6,6 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
-from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 
 METRICS = [
@@ -95,10 +94,12 @@ def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str
     metrics = _means(groups)
     if ages:
         rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
+        changes = [pair for row in rows for pair in pairwise(row.versions) if pair[0].version != pair[1].version]
+        recomputed = sum(old.end for old, new in changes if not new.mixed)
         metrics |= {
             "staleness/mean": fmean(ages, weights=ages.values()),
             "staleness/max": max(ages),
-            "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
+            "staleness/recomputed": recomputed / max(1, sum(len(row.token_ids) for row in rows)),
         }
     for name in sources:
         own = [group for group in groups if group.source == name]
@@ -122,11 +123,6 @@ def _means(groups: list[Group]) -> dict[str, float]:
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
     return metrics
-
-
-def _recomputed(row: Row) -> int:
-    changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
-    return sum(old.end for old, new in changes if not new.mixed)
 
 
 def _equal_rewards(groups: list[Group]) -> float:

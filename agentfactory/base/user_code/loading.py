@@ -51,7 +51,8 @@ def load_module(path: Path) -> ModuleType:
     """Execute the file `path` like `load_object`. Raises UserCodeError if it fails."""
     append_folders([path.parent], of_file=True)
     private = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    name = path.stem if _is_same(_origin(path.stem), path) else private
+    origin = _origin(path.stem)
+    name = path.stem if origin is not None and Path(origin).exists() and path.samefile(origin) else private
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
@@ -83,10 +84,6 @@ def _origin(name: str) -> str | None:
         specification = importlib.util.find_spec(name)
         return specification.origin if specification and specification.has_location else None
     return None
-
-
-def _is_same(file: str | None, path: Path) -> bool:
-    return file is not None and Path(file).exists() and path.samefile(file)
 
 
 def _place(error: BaseException, path: Path) -> str:

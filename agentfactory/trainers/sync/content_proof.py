@@ -263,8 +263,10 @@ class Content:
             found = next((layout for layout in possible if self._matches(layout, workers[key], checksum)), None)
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
-            elif not possible or checksum.startswith(UNKNOWN) or (_EXPERTS.search(name) and _hides_order(checksum)):
+            elif not possible or checksum.startswith(UNKNOWN):
                 unknown.add(name)
+            elif _EXPERTS.search(name) and (":" not in checksum or checksum.startswith((f"{ON_CPU}:", f"{ON_GPU}:"))):
+                unknown.add(name)  # vLLM without our plugin, and SGLang, may have reordered them without reporting it
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
         left = set().union(*unproven.values())
@@ -357,12 +359,6 @@ class Content:
                 raise SyncError(f"{problem}: it was restarted with other options; resume the run")
             self._digests[key] = compute()
         return self._digests[key]
-
-
-def _hides_order(checksum: str) -> bool:
-    """Return whether a server (vLLM without our plugin, SGLang) may have reordered experts without reporting it."""
-    function, colon, _ = checksum.partition(":")
-    return not colon or function in (ON_CPU, ON_GPU)
 
 
 def _replica(key: str) -> str:
