@@ -116,7 +116,10 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         try:
             async with runner.toolset.chain(f"chat{number}", runner.for_tools(task)) as session:
                 await Conversation(runner, task, sampling, f"chat{number}").hold(session, lines, shown=bool(said.text))
-                await _show_reward(session)
+                verdict = await session.reward()
+                if verdict is not None:
+                    beside = "".join(f"; {name} {value:g}" for name, value in verdict.metrics.items())
+                    _say(f"  [the environment's reward: {verdict.reward:g}{beside}]")
         except (InferenceError, ToolInfrastructureError) as error:
             _say(f"  [the conversation failed: {error}]")
 
@@ -217,13 +220,6 @@ def _show_message(message: Message, content: str, opening: bool) -> None:
 
 def _indented(text: str) -> str:
     return text.replace("\n", "\n     ")
-
-
-async def _show_reward(session: ToolSession) -> None:
-    verdict = await session.reward()
-    if verdict is not None:
-        beside = "".join(f"; {name} {value:g}" for name, value in verdict.metrics.items())
-        _say(f"  [the environment's reward: {verdict.reward:g}{beside}]")
 
 
 def _say(text: str) -> None:

@@ -61,7 +61,9 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
                 problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
                 raise SettingError("", problem, "put the base back, or --adapter for the adapter alone") from error
         if named is not None:
-            _name_base(aside, named)
+            # the current path of the adapter's base: the run may have been moved since peft wrote the old one
+            config = json.loads((aside / ADAPTER).read_text(encoding="utf-8")) | {"base_model_name_or_path": named}
+            (aside / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     say(f"exported {checkpoint} to {output}")
     if push:
         say(f"uploaded to {_push(output, push)}")
@@ -77,13 +79,6 @@ def _last_checkpoint(run: Path) -> Path:
     if trained := [stage for stage in earlier if stage.last_checkpoint() is not None]:
         fix = f"name an earlier stage, {display(trained[-1].path)}, or end the training with --resume"
     raise RunFolderError(f"{display(last.checkpoints)} holds no checkpoint; fix: {fix}")
-
-
-def _name_base(folder: Path, base: str) -> None:
-    """Write the current path of the adapter's base: the run may have been moved since peft wrote the old one."""
-    file = folder / ADAPTER
-    config = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
 
 
 def _push(folder: Path, repository: str) -> str:

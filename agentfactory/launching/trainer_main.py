@@ -102,23 +102,20 @@ def _open_folder(
             # the launcher shows our stdout, and logs our stderr
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         else:
-            opened[0] = _make_folder(recipe, folder, asked, stack.enter_context(Hold(recipe.output)))
+            hold = stack.enter_context(Hold(recipe.output))
+            hold.take()
+            if asked is None:
+                checkpoint = None
+                RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
+            else:
+                checkpoint = resume_stages([recipe], asked)[0].checkpoint
+                RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
+            hold.take(make=True)
+            if asked is not None:
+                rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
+            opened[0] = checkpoint
         stack.callback(folder.note_stopped)
     return broadcast_object_list(opened)[0]
-
-
-def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Hold) -> Path | None:
-    hold.take()
-    if resume is None:
-        checkpoint = None
-        RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
-    else:
-        checkpoint = resume_stages([recipe], resume)[0].checkpoint
-        RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
-    hold.take(make=True)
-    if resume is not None:
-        rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
-    return checkpoint
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def recipe_reference() -> str:
     """Return the fields of the whole recipe, the recipe of stages, and the defaults of algorithms."""
-    return "\n".join([_part(()), _stages(), _presets()])
+    rows = [
+        [f"`{name}`", default_words(field), _cell(field.description or "")]
+        for name, field in StagedRecipe.model_fields.items()
+    ]
+    stages = f"## A recipe of stages\n\n{_about(StagedRecipe)}\n\n" + _table(["field", "default", "meaning"], rows)
+    rows = [
+        [f"`{name}`", ", ".join(f"`{field}: {value}`" for field, value in fields.items()) or "as above"]
+        for name, fields in ALGORITHMS.items()
+    ]
+    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
+    presets = f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n"
+    return "\n".join([_part(()), stages, presets + _table(["algorithm", "sets"], rows)])
 
 
 def _part(names: tuple[str, ...]) -> str:
@@ -194,23 +205,6 @@ def _enums_in(annotation: Any) -> Iterator[type[StrEnum]]:
         yield annotation
     for part in get_args(annotation):
         yield from _enums_in(part)
-
-
-def _stages() -> str:
-    rows = [
-        [f"`{name}`", default_words(field), _cell(field.description or "")]
-        for name, field in StagedRecipe.model_fields.items()
-    ]
-    return f"## A recipe of stages\n\n{_about(StagedRecipe)}\n\n" + _table(["field", "default", "meaning"], rows)
-
-
-def _presets() -> str:
-    rows = [
-        [f"`{name}`", ", ".join(f"`{field}: {value}`" for field, value in fields.items()) or "as above"]
-        for name, fields in ALGORITHMS.items()
-    ]
-    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
-    return f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n" + _table(["algorithm", "sets"], rows)
 
 
 def _values(enum: type[StrEnum]) -> str:

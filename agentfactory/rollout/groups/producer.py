@@ -193,7 +193,12 @@ class GroupProducer:
             while True:
                 while self.admission.may_start():
                     self.admission.start()
-                    group = self._begin_group()
+                    place = self._take_place()
+                    number, row = self.order.place(place.position)
+                    source = self.sources[number]
+                    task, size = source.tasks[row], source.config.group_size
+                    group = OpenGroup(place, task, self.published.version, size, source.name)
+                    self._open[group.id] = group
                     group.runs = tasks.create_task(self._run_group(group))
                     # starting thousands of chains in one iteration of the event loop would block it for seconds
                     await asyncio.sleep(0)
@@ -291,15 +296,6 @@ class GroupProducer:
             self.curriculum.observe(self.order.number(position), seen)
         if self.mixing is not None:
             self.mixing.observe(self.order.source(position), seen)
-
-    def _begin_group(self) -> OpenGroup:
-        place = self._take_place()
-        number, row = self.order.place(place.position)
-        source = self.sources[number]
-        task, size = source.tasks[row], source.config.group_size
-        group = OpenGroup(place, task, self.published.version, size, source.name)
-        self._open[group.id] = group
-        return group
 
     async def _run_group(self, group: OpenGroup) -> None:
         source = self._source(group)
