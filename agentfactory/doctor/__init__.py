@@ -48,17 +48,13 @@ def run(
         if finding not in said:
             said.add(finding)
             counts[finding.severity] += 1
-            say(_line(finding))
+            level = f"{finding.severity:8}"
+            if sys.stdout.isatty():
+                level = f"\x1b[{_COLORS[finding.severity]}m{level}\x1b[0m"
+            fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
+            say(f"{level} {finding.topic}: {finding.text}{fix}")
     say(f"{_count(counts[Severity.PROBLEM], 'problem')}, {_count(counts[Severity.WARNING], 'warning')}")
     return not counts[Severity.PROBLEM]
-
-
-def _line(finding: Finding) -> str:
-    level = f"{finding.severity:8}"
-    if sys.stdout.isatty():
-        level = f"\x1b[{_COLORS[finding.severity]}m{level}\x1b[0m"
-    fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
-    return f"{level} {finding.topic}: {finding.text}{fix}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -91,8 +91,10 @@ def server_memory(
         # blocks of 16 tokens, one of which is never used (BlockPool.null_block)
         least = (1 + max(chains, -(-server.max_model_len // 16))) * 16 * per_token + recipe.largest_group * per_sequence
         backup = sum(map(_backup, [*weights, *adapters, 4 * server.max_num_seqs * text.vocab_size]))
-    parts, by_nccl = {name: size for name, size in parts.items() if size}, 0 if embedded else _arriving(network)
-    return ServerMemory(parts, per_token, per_sequence, least, by_nccl, round(backup))
+    # the broadcasts that a worker holds at a time; each ends with the weight that fills it
+    largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
+    parts, by_nccl = {name: size for name, size in parts.items() if size}, BUFFERS * BUFFER_BYTES + sum(largest)
+    return ServerMemory(parts, per_token, per_sequence, least, 0 if embedded else by_nccl, round(backup))
 
 
 def _backup(size: float) -> int:
@@ -193,12 +195,6 @@ def _workspace(
 def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
     asked = _flag(recipe.server.vllm.args, "--max-num-batched-tokens")
     return int(asked) if asked else next(n for least, n in STEP_TOKENS.items() if (device_memory or 0) >= least)
-
-
-def _arriving(network: PreTrainedModel) -> int:
-    """Return the bytes of the broadcasts that a worker holds at a time; each ends with the weight that fills it."""
-    largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
-    return BUFFERS * BUFFER_BYTES + sum(largest)
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

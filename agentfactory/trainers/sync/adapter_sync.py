@@ -41,7 +41,23 @@ class LoraSync:
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
         started = time.perf_counter()
         if self._unfinished != version:
-            self._begin(version, policy, state)
+            while len(self._loaded) >= self._keep:
+                oldest, old_path = next(iter(self._loaded.items()))
+                on_each(self._servers, partial(_unload, name=oldest))
+                del self._loaded[oldest]
+                shutil.rmtree(old_path)
+            self._pushes[version] = self._pushes.get(version, 0) + 1
+            again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
+            name = f"{self._prefix}{version}{again}"
+            # written under a temporary name, because the final name contains the digest of the file
+            passing = (self._folder / f".{name}").resolve()
+            content = digest(policy.save_adapter(passing, state))
+            lock_for_others(passing)
+            path = passing.with_name(f"{name}-{content[:16]}")
+            passing.rename(path)
+            self._loaded[name] = path
+            self._last = version, name, content
+            self._unfinished = version
         on_each(self._servers, self._complete)
         self._unfinished = None
         return self._report(started)
@@ -51,25 +67,6 @@ class LoraSync:
         started = time.perf_counter()
         self._complete(find(self._servers, url))
         return self._report(started)
-
-    def _begin(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> None:
-        while len(self._loaded) >= self._keep:
-            oldest, old_path = next(iter(self._loaded.items()))
-            on_each(self._servers, partial(_unload, name=oldest))
-            del self._loaded[oldest]
-            shutil.rmtree(old_path)
-        self._pushes[version] = self._pushes.get(version, 0) + 1
-        again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
-        name = f"{self._prefix}{version}{again}"
-        # written under a temporary name, because the final name contains the digest of the file
-        passing = (self._folder / f".{name}").resolve()
-        content = digest(policy.save_adapter(passing, state))
-        lock_for_others(passing)
-        path = passing.with_name(f"{name}-{content[:16]}")
-        passing.rename(path)
-        self._loaded[name] = path
-        self._last = version, name, content
-        self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
         """Load missing adapters, and unload others, which may remain on a server that was away. After sleep, a server
