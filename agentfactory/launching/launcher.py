@@ -68,7 +68,11 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         except BaseException as error:
             # on a full disk, the terminal shows the cause
             with suppress(DiskError):
-                _note_failure(folder, error, recipe.seed)
+                statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
+                status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
+                reason = error.reason if isinstance(error, RunStopped) else str(error) or "Ctrl-C"
+                noted = {"status": status, "reason": reason, "seed": recipe.seed}
+                folder.write_summary({**folder.read_summary(), **noted})
                 for stage in plan.stages if isinstance(error, KeyboardInterrupt) else ():
                     # our SIGTERM ended its trainer, because of `error`
                     if (summary := stage.folder.read_summary()).get("reason") == "SIGTERM":
@@ -177,13 +181,6 @@ def _tell(stage: StagePlan, say: Say) -> None:
         say(line)
     if stage.refusal is not None:
         raise stage.refusal
-
-
-def _note_failure(folder: RunFolder, error: BaseException, seed: int) -> None:
-    statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
-    status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
-    reason = error.reason if isinstance(error, RunStopped) else str(error) or "Ctrl-C"
-    folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": seed})
 
 
 def _first_rank_that_failed(log: list[str]) -> str | None:

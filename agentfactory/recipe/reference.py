@@ -208,21 +208,16 @@ def _enums_in(annotation: Any) -> Iterator[type[StrEnum]]:
 
 
 def _values(enum: type[StrEnum]) -> str:
-    notes = _member_notes(enum)
-    if not notes:
-        return ""
-    rows = [[f"`{member.value}`", _cell(notes.get(member.name, ""))] for member in enum]
-    return f"## Values: {enum.__name__}\n\n{_about(enum)}\n\n" + _table(["value", "meaning"], rows)
-
-
-def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
-    """Return the docstrings below the members of an enumeration, which Python itself does not keep."""
+    # the docstrings below the members, which Python itself does not keep
     body = ast.parse(textwrap.dedent(inspect.getsource(enum))).body[0].body  # type: ignore[attr-defined]
     notes = {}
     for member, note in pairwise(body):
         if isinstance(member, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
             notes[member.targets[0].id] = str(note.value.value)  # type: ignore[attr-defined]
-    return notes
+    if not notes:
+        return ""
+    rows = [[f"`{member.value}`", _cell(notes.get(member.name, ""))] for member in enum]
+    return f"## Values: {enum.__name__}\n\n{_about(enum)}\n\n" + _table(["value", "meaning"], rows)
 
 
 def metrics_reference() -> str:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,7 +110,9 @@ class ToolSession:
             return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
         seconds = route.server.config.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            result = await self._ask(route, call.arguments, seconds)
+            share = self._shares[route.server.name]
+            async with share.order if route.server.environment is not None else nullcontext():
+                result = await self._request(share, route.tool, call.arguments, seconds)
         except CallTimeout:
             return _refusal(f"{call.name} did not answer within {seconds:g} s.", CallError.TIMEOUT, started)
         meta = result.meta or {}
@@ -274,13 +277,6 @@ class ToolSession:
         if result.is_error:
             raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
         return result
-
-    async def _ask(self, route: Route, arguments: dict[str, Any], seconds: float) -> CallToolResult:
-        share = self._shares[route.server.name]
-        if route.server.environment is None:
-            return await self._request(share, route.tool, arguments, seconds)
-        async with share.order:
-            return await self._request(share, route.tool, arguments, seconds)
 
     async def _request(
         self,

@@ -77,8 +77,19 @@ class LoraSync:
             if ours and (server.asleep or name not in self._loaded):
                 _unload(server, name)
         for name, path in self._loaded.items():
-            if server.asleep or listed.get(name) != str(path):
-                _load(server, name, path)
+            if not server.asleep and listed.get(name) == str(path):
+                continue
+            held = _listed(server)
+            if name in held:
+                raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
+            server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            place = _listed(server).get(name)
+            if place != str(path):
+                problem = f"serves it from {place}, not from {path}" if place else "does not list it in /v1/models"
+                raise SyncError(f"{server.url} accepted the adapter {name}, but {problem}: it was not loaded")
+            if not path.name.endswith(digest(path / WEIGHTS)[:16]):
+                problem = f"changed while {server.url} loaded it: its weights are not the trainer's"
+                raise SyncError(f"{path / WEIGHTS} {problem}")
 
     def close(self) -> None:
         """Make the servers unload the adapters, for the next run; the files stay in the run folder."""
@@ -98,19 +109,6 @@ def _unload(server: ServerControl, name: str) -> None:
     # a restarted server no longer has it
     if name in _listed(server):
         server.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-
-def _load(server: ServerControl, name: str, path: Path) -> None:
-    held = _listed(server)
-    if name in held:
-        raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
-    server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-    root = _listed(server).get(name)
-    if root != str(path):
-        listed = f"serves it from {root}, not from {path}" if root else "does not list it in /v1/models"
-        raise SyncError(f"{server.url} accepted the adapter {name}, but {listed}: it was not loaded")
-    if not path.name.endswith(digest(path / WEIGHTS)[:16]):
-        raise SyncError(f"{path / WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:
