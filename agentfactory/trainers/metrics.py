@@ -111,11 +111,16 @@ def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str
 def _means(groups: list[Group]) -> dict[str, float]:
     chains = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [chain.reward for chain in chains if chain.reward is not None]
+    # lone chains are compared with each other
+    compared = [[chain for chain in group.trajectories if chain.reward is not None] for group in groups]
+    if all(len(group.trajectories) == 1 for group in groups):
+        compared = [[chain for chains in compared for chain in chains]]
+    equal = fmean(len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains}) < 2 for chains in compared)
     metrics = {
         "reward": fmean(rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "turns": fmean(chain.turns for chain in chains),
-        "groups/equal_rewards": _equal_rewards(groups),
+        "groups/equal_rewards": equal,
     }
     for name in sorted({name for chain in chains for name in chain.metrics}):
         mean = fmean(chain.metrics[name] for chain in chains if name in chain.metrics)
@@ -123,14 +128,6 @@ def _means(groups: list[Group]) -> dict[str, float]:
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
     return metrics
-
-
-def _equal_rewards(groups: list[Group]) -> float:
-    """Return the share of groups whose rewards are all equal; lone chains are compared with each other."""
-    compared = [[chain for chain in group.trajectories if chain.reward is not None] for group in groups]
-    if all(len(group.trajectories) == 1 for group in groups):
-        compared = [[chain for chains in compared for chain in chains]]
-    return fmean(len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains}) < 2 for chains in compared)
 
 
 def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:

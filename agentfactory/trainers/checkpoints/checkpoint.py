@@ -161,7 +161,11 @@ class CheckpointWriter:
         copies = self._buffer.copy([*own, *named.values()], chain(own, gathered if self._rank == 0 else ()))
         weights.finish()
         for (key, value), copied in zip(part.items(), copies[: len(own)], strict=True):
-            part[key] = _resharded(copied, value) if isinstance(value, DTensor) else copied
+            if isinstance(value, DTensor):
+                inner, context = value.__tensor_flatten__()
+                parts = {name: getattr(value, name) for name in inner} | {"_local_tensor": copied}
+                copied = DTensor.__tensor_unflatten__(parts, context, value.size(), value.stride())
+            part[key] = copied
         model = dict(zip(named, copies[len(own) :], strict=True))
         fill = partial(self._fill, learner.policy, model, {"step": step, **info}, list(files))
         self._writing = self._thread.submit(self._write, path, part, fill, after)
@@ -257,12 +261,6 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
     config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = str(policy.dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _resharded(local: Tensor, like: DTensor) -> DTensor:
-    inner, context = like.__tensor_flatten__()
-    parts = {name: getattr(like, name) for name in inner} | {"_local_tensor": local}
-    return DTensor.__tensor_unflatten__(parts, context, like.size(), like.stride())
 
 
 class Checkpoints:

@@ -347,7 +347,8 @@ class Content:
         def sha256() -> str:
             whole = layout.stack(layout.pieces)
             zeros = -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
-            return hashlib.sha256(_bytes(whole) + bytes(zeros)).hexdigest()
+            content = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return hashlib.sha256(content + bytes(zeros)).hexdigest()
 
         return self._digest(layout, ("sha256", filled), sha256)
 
@@ -364,10 +365,6 @@ class Content:
 def _replica(key: str) -> str:
     """Return the replica in a checksum's key, "dp0" in "dp0:pp0:pcp0:tp0:NAME"; "" for a key without worker."""
     return key.split(":")[0] if key.startswith("dp") and ":" in key else ""
-
-
-def _bytes(weight: Tensor) -> bytes:
-    return weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _some(names: set[str]) -> str:
