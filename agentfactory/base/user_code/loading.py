@@ -44,7 +44,9 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
     try:
         return getattr(module, name)
     except AttributeError:
-        raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {_defined_names(module)}") from None
+        own = [known for known, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        defined = ", ".join(known for known in own if not known.startswith("_")) or "no function and no class"
+        raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {defined}") from None
 
 
 def load_module(path: Path) -> ModuleType:
@@ -148,8 +150,3 @@ def _is_users(file: str | None) -> bool:
     if file is None or "site-packages" in Path(file).parts:
         return False
     return any(Path(file).is_relative_to(folder) for folder in user_folders())
-
-
-def _defined_names(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    return ", ".join(name for name in own if not name.startswith("_")) or "no function and no class"

@@ -178,8 +178,14 @@ def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar:
     with _faults_of(row_name, field):
         if "messages" in row:
             row["messages"] = clean_messages(row["messages"], _tools(row, findings, columnar), findings)
-        else:
-            _check_question(row["question"])
+        elif isinstance(question := row["question"], str):
+            if _IN_TEXT.match(question):
+                told = f"got the text {short(question)}, which is messages"
+                raise ValueError(f"question: {told}; use data.columns.messages")
+            if has_half_surrogate(question):
+                raise ValueError(f"question: it has {HALF}")
+        elif isinstance(question, bool) or not isinstance(question, int):
+            raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")
         file = config.path or (config.source or "").partition(".py:")[0]
         folder = Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()
         return clean_row(row, folder), findings
@@ -212,13 +218,3 @@ def _tools(row: Task, findings: Findings, columnar: bool) -> Tools:
     if isinstance(given, list) and findings.nulls.dropped:
         row["tools"] = [spec.to_openai() for spec in specs]
     return {spec.name: spec for spec in specs}
-
-
-def _check_question(question: Any) -> None:
-    if isinstance(question, str):
-        if _IN_TEXT.match(question):
-            raise ValueError(f"question: got the text {short(question)}, which is messages; use data.columns.messages")
-        if has_half_surrogate(question):
-            raise ValueError(f"question: it has {HALF}")
-    elif isinstance(question, bool) or not isinstance(question, int):
-        raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")

@@ -168,17 +168,14 @@ class GroupProducer:
         self._open: dict[str, OpenGroup] = {}
         self._late: asyncio.TimerHandle | None = None
         if resumed is not None:
-            self._resume(resumed)
-
-    def _resume(self, resumed: Resumed) -> None:
-        pending = {pending.place.position for pending in resumed.pending}
-        self._begun = resumed.done | resumed.passed | pending | set(resumed.again)
-        self._judged = resumed.judged
-        self._again += (Place(position, attempt=1) for position in resumed.again)
-        self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
-        self.admission.resume(len(resumed.pending))
-        for position, seen in resumed.observed:
-            self._observe(position, seen)
+            pending = {pending.place.position for pending in resumed.pending}
+            self._begun = resumed.done | resumed.passed | pending | set(resumed.again)
+            self._judged = resumed.judged
+            self._again += (Place(position, attempt=1) for position in resumed.again)
+            self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
+            self.admission.resume(len(resumed.pending))
+            for position, seen in resumed.observed:
+                self._observe(position, seen)
 
     def publish(self, published: Published) -> None:
         """Switch to new weights on the servers: later turns use them, and more groups may start."""

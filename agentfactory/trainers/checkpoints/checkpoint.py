@@ -340,8 +340,12 @@ class Checkpoints:
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
-        if main:
-            self._check_keep_best()
+        wanted, known = self._train.keep_best, {*self.train_state.metrics, *self.train_state.after}
+        if main and wanted is not None and wanted != checkpoint_folder.AUTO:
+            not_yet = self.train_state.evaluated is None and wanted.startswith("eval/")
+            if wanted not in known and not not_yet:
+                fix = f"name one of {', '.join(sorted(known))}"
+                raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)
 
     def poll(self, accelerator: Accelerator) -> None:
         """Check, without waiting, whether the checkpoint is durable; raise as `wait` does. Every process calls it."""
@@ -379,13 +383,3 @@ class Checkpoints:
         found = checkpoint_folder.checkpoints(self._folder)
         best = checkpoint_folder.find_best(found, self._train.keep_best)
         checkpoint_folder.prune(self._folder, self._train.keep_last, best.path if best else None)
-
-    def _check_keep_best(self) -> None:
-        wanted, train_state = self._train.keep_best, self.train_state
-        if wanted is None or wanted == checkpoint_folder.AUTO:
-            return
-        known = {*train_state.metrics, *train_state.after}
-        not_yet = train_state.evaluated is None and wanted.startswith("eval/")
-        if wanted not in known and not not_yet:
-            fix = f"name one of {', '.join(sorted(known))}"
-            raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)
