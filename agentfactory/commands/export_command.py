@@ -66,7 +66,17 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
             (aside / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     say(f"exported {checkpoint} to {output}")
     if push:
-        say(f"uploaded to {_push(output, push)}")
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        try:
+            check_answers("")
+            name = api.create_repo(push, private=True, exist_ok=True).repo_id
+            made = api.upload_folder(repo_id=name, folder_path=output, commit_message="Export from AgentFactory")
+        except Exception as error:  # boundary: the hub's client raises the errors of all its layers
+            problem = f"{error}; {output} is written, and can be uploaded later"
+            raise SettingError(f"--push {push}", problem) from error
+        say(f"uploaded to {made.commit_url}")
 
 
 def _last_checkpoint(run: Path) -> Path:
@@ -79,16 +89,3 @@ def _last_checkpoint(run: Path) -> Path:
     if trained := [stage for stage in earlier if stage.last_checkpoint() is not None]:
         fix = f"name an earlier stage, {display(trained[-1].path)}, or end the training with --resume"
     raise RunFolderError(f"{display(last.checkpoints)} holds no checkpoint; fix: {fix}")
-
-
-def _push(folder: Path, repository: str) -> str:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        check_answers("")
-        name = api.create_repo(repository, private=True, exist_ok=True).repo_id
-        return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
-    except Exception as error:  # boundary: the hub's client raises the errors of all its layers
-        problem = f"{error}; {folder} is written, and can be uploaded later"
-        raise SettingError(f"--push {repository}", problem) from error

@@ -72,7 +72,14 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
         if template.maker:
             runpy.run_path(str(folder / template.maker))["make"](folder)
         else:
-            rows = _make_rows()
+            rng, made = random.Random(0), dict[str, dict[str, Any]]()
+            while len(made) < _ROWS + _HELD_OUT:
+                operation, left, right = rng.choice(list(_QUESTIONS)), rng.randint(10, 99), rng.randint(2, 9)
+                name, things = rng.choice(("Ann", "Ben", "Mia", "Tom")), rng.choice(("apples", "books", "coins"))
+                question = _QUESTIONS[operation].format(left=left, right=right, name=name, things=things)
+                answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
+                made[question] = dict(question=question, left=left, operation=operation, right=right, answer=answer)
+            rows = list(made.values())
             _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
             _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
     except OSError as error:
@@ -93,18 +100,6 @@ wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Write the task `options.task`, and say what can be done with it."""
     say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
-
-
-def _make_rows() -> list[dict[str, Any]]:
-    rng = random.Random(0)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < _ROWS + _HELD_OUT:
-        operation, left, right = rng.choice(list(_QUESTIONS)), rng.randint(10, 99), rng.randint(2, 9)
-        words = {"name": rng.choice(("Ann", "Ben", "Mia", "Tom")), "things": rng.choice(("apples", "books", "coins"))}
-        question = _QUESTIONS[operation].format(left=left, right=right, **words)
-        answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
-        rows[question] = dict(question=question, left=left, operation=operation, right=right, answer=answer)
-    return list(rows.values())
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -218,16 +218,13 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
     windows, states = kinds.count("sliding_attention") if window else 0, kinds.count("linear_attention")
     per_sequence = windows * token * window if windows else 0
     if states:
-        per_sequence += states * -(-_state(text, state_dtype) // devices)
+        # of a gated delta net (arXiv:2412.06464): the convolution's last inputs and the recurrent state, in float32
+        # unless the model sets another dtype
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
+        convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * state_dtype.itemsize
+        state = convolution + values * text.linear_key_head_dim * recurrent.itemsize
+        per_sequence += states * -(-state // devices)
     # a layer of an unknown kind counts as one with full attention
     return (len(kinds) - windows - states) * token, per_sequence
-
-
-def _state(text: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a gated delta net's state (arXiv:2412.06464): the convolution's last inputs and the recurrent
-    state, in float32 unless the model sets another dtype."""
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    values = text.linear_num_value_heads * text.linear_value_head_dim
-    recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
-    convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * dtype.itemsize
-    return convolution + values * text.linear_key_head_dim * recurrent.itemsize

@@ -108,17 +108,13 @@ def type_words(annotation: Any, metadata: list[Any] | None = None) -> str:
         return _one_of([member.value for member in annotation])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return " ".join([_WORDS[annotation], *_bounds(metadata or [])])
+    limits = [(sign, getattr(limit, key, None)) for limit in (metadata or []) for key, sign in _BOUNDS.items()]
+    found = [f"{sign} {value:g}" for sign, value in limits if value is not None]
+    return " ".join([_WORDS[annotation], *([", ".join(found)] if found else [])])
 
 
 def _one_of(values: list[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
-
-
-def _bounds(metadata: list[Any]) -> list[str]:
-    limits = [(sign, getattr(limit, key, None)) for limit in metadata for key, sign in _BOUNDS.items()]
-    found = [f"{sign} {value:g}" for sign, value in limits if value is not None]
-    return [", ".join(found)] if found else []
 
 
 def default_words(field: FieldInfo) -> str:

@@ -190,7 +190,13 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:
-        path = _path(fault["loc"], arguments)
+        # its location in the arguments, without the names of union members that pydantic inserts
+        path: list[Any] = []
+        value: Any = arguments
+        for part in fault["loc"]:
+            if part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value)):
+                path.append(part)
+                value = value[part]
         where = ".".join(str(part) for part in path)
         if fault["type"] == "missing":
             reasons[f"{where}.{fault['loc'][-1]}".lstrip(".") + " is missing"] = []
@@ -206,17 +212,6 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
     told += [f"{name} is not an argument of it ({allowed})" for name in unknown]
     rest = [f"and {len(told) - _MAX_REASONS} more faults"] if len(told) > _MAX_REASONS else []
     return f"Invalid arguments for {spec.name}: {'; '.join(told[:_MAX_REASONS] + rest)}."
-
-
-def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
-    """Return a fault's location in the arguments, without the names of union members that pydantic inserts."""
-    path: list[Any] = []
-    value: Any = arguments
-    for part in location:
-        if part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value)):
-            path.append(part)
-            value = value[part]
-    return path
 
 
 def _one_line(text: str) -> str:

@@ -244,15 +244,14 @@ class GroupProducer:
         else:
             # a teacher alone grades chains of any rewards, but reads texts only in whole groups
             teaches = found is not Worth.LOST and source.context is None
-        newest = self._newest(group) if self.config.late_chains is LateChains.BASELINE else None
+        newest = None
+        if self.config.late_chains is LateChains.BASELINE:
+            # the version of the newest token that can be trained
+            trained = [c for c in group.ended if self.config.outcome_policy(c.outcome) is OutcomePolicy.KEEP]
+            spans = (span for chain in trained for row in chain.rows for span in row.versions)
+            newest = max((self.versions.number(span.version) for span in spans), default=None)
         chains = len(counted(ended, self.config))
         return Candidate(group.id, group.oldest, group.state is State.COMPLETE, chains, teaches, newest)
-
-    def _newest(self, group: OpenGroup) -> int | None:
-        """Return the version of the newest token that can be trained; None if there is none yet."""
-        trained = [c for c in group.ended if self.config.outcome_policy(c.outcome) is OutcomePolicy.KEEP]
-        spans = (span for chain in trained for row in chain.rows for span in row.versions)
-        return max((self.versions.number(span.version) for span in spans), default=None)
 
     def _lacks_group_rewards(self, group: OpenGroup) -> bool:
         return self._source(group).runner.rewards.has_group_rewards and group.state is State.RUNNING
