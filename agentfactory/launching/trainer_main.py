@@ -105,15 +105,13 @@ def _open_folder(
             hold = stack.enter_context(Hold(recipe.output))
             hold.take()
             if asked is None:
-                checkpoint = None
                 RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
             else:
-                checkpoint = resume_stages([recipe], asked)[0].checkpoint
+                opened[0] = resume_stages([recipe], asked)[0].checkpoint
                 RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
             hold.take(make=True)
             if asked is not None:
-                rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
-            opened[0] = checkpoint
+                rewind(recipe, folder, opened[0], lambda line: print(line, flush=True))
         stack.callback(folder.note_stopped)
     return broadcast_object_list(opened)[0]
 

@@ -3,18 +3,23 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks, notices
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.groups.teacher_context import TeacherContext
+from agentfactory.rollout.trajectory import Trajectory
 
 RunnerT = TypeVar("RunnerT", bound=Runner)
+
+
+class Prompts(Protocol):
+    """A writer of the teacher's prompts: see TeacherContext."""
+
+    async def add_to(self, chains: Sequence[Trajectory], task: Task) -> None:
+        """Set the teacher's prompts of a group's chains that have ended."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Source(Loaded, Generic[RunnerT]):
     """A source of tasks, with the runner of its chains. `context` writes the teacher's prompts of its groups."""
 
     runner: RunnerT
-    context: "TeacherContext | None" = None
+    context: Prompts | None = None
 
     @property
     def name(self) -> str:
