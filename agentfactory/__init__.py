@@ -6,40 +6,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentfactory.agent import Agent
-    from agentfactory.base.messages import ToolInfrastructureError
-    from agentfactory.rollout.chains.agent_hooks import Turn
-    from agentfactory.rollout.config import TaskSource
-    from agentfactory.rollout.groups.group_files import read_groups
-    from agentfactory.rollout.inference.inference_client import Completion
-    from agentfactory.rollout.rewards import reward
-    from agentfactory.rollout.text.parsers import FormatError, Parser, Reading
-    from agentfactory.rollout.text.renderer import Parsed
-    from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-    from agentfactory.tools.environments.environment import Environment
-    from agentfactory.tools.images.coordinates import ModelView
-    from agentfactory.tools.tool import finish, tool
-
-__all__ = [
-    "Agent",
-    "Completion",
-    "Environment",
-    "FormatError",
-    "Group",
-    "ModelView",
-    "Outcome",
-    "Parsed",
-    "Parser",
-    "Reading",
-    "TaskSource",
-    "ToolInfrastructureError",
-    "Trajectory",
-    "Turn",
-    "finish",
-    "read_groups",
-    "reward",
-    "tool",
-]
+    from agentfactory.agent import Agent as Agent
+    from agentfactory.base.messages import ToolInfrastructureError as ToolInfrastructureError
+    from agentfactory.rollout.chains.agent_hooks import Turn as Turn
+    from agentfactory.rollout.config import TaskSource as TaskSource
+    from agentfactory.rollout.groups.group_files import read_groups as read_groups
+    from agentfactory.rollout.inference.inference_client import Completion as Completion
+    from agentfactory.rollout.rewards import reward as reward
+    from agentfactory.rollout.text.parsers import FormatError as FormatError
+    from agentfactory.rollout.text.parsers import Parser as Parser
+    from agentfactory.rollout.text.parsers import Reading as Reading
+    from agentfactory.rollout.text.renderer import Parsed as Parsed
+    from agentfactory.rollout.trajectory import Group as Group
+    from agentfactory.rollout.trajectory import Outcome as Outcome
+    from agentfactory.rollout.trajectory import Trajectory as Trajectory
+    from agentfactory.tools.environments.environment import Environment as Environment
+    from agentfactory.tools.images.coordinates import ModelView as ModelView
+    from agentfactory.tools.tool import finish as finish
+    from agentfactory.tools.tool import tool as tool
 
 _NAMES = {
     "agentfactory.agent": ("Agent",),
@@ -57,6 +41,7 @@ _NAMES = {
     "agentfactory.tools.tool": ("finish", "tool"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

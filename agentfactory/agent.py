@@ -203,7 +203,13 @@ class Agent(AgentHooks):
                 child, url = await stack.enter_async_context(serve(recipe, adapters))
             card = await self._card(url, weights)
             if self._tokenizer is None and recipe.server.url is not None:
-                recipe = recipe.with_model(self._tokenizer_of(url, card))
+                path = str(card.get("root") or card["id"])
+                try:
+                    load_tokenizer(path)
+                except ValueError as error:
+                    problem = f"the server at {url} calls its model {path}, and there is no tokenizer of that name here"
+                    raise ValueError(f"tokenizer: {problem}; give tokenizer=FOLDER or a hub name") from error
+                recipe = recipe.with_model(path)
             if "max_total_tokens" not in recipe.rollout.model_fields_set and card.get("max_model_len"):
                 rollout = recipe.rollout.model_copy(update={"max_total_tokens": card["max_model_len"]})
                 recipe = recipe.model_copy(update={"rollout": rollout})
@@ -231,14 +237,3 @@ class Agent(AgentHooks):
         if weights is not None and weights not in names:
             raise ValueError(f"weights: the server at {url} has none called {weights!r}; it has {', '.join(names)}")
         return next(card for card in cards if not card.get("parent"))
-
-    def _tokenizer_of(self, url: str, card: dict[str, Any]) -> str:
-        path = str(card.get("root") or card["id"])
-        try:
-            load_tokenizer(path)
-        except ValueError as error:
-            raise ValueError(
-                f"tokenizer: the server at {url} calls its model {path}, and there is no tokenizer of that name here; "
-                "give tokenizer=FOLDER or a hub name"
-            ) from error
-        return path

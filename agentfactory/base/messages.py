@@ -79,6 +79,19 @@ def required_of(schema: Any) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
+def referred(reference: Any, root: dict[str, Any], missing: Any = None) -> Any:
+    """Return the schema at a reference within `root`, such as `#/$defs/Point`; `missing` if it is not there."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return missing
+    found: Any = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return missing
+        found = found[name]
+    return found
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call that a model made. `id` is unique within its chain."""

@@ -19,7 +19,7 @@ from agentfactory.launching.start_server import serve
 from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.recipe.schema import stages_of
 from agentfactory.rollout.chains.chain_runner import ChainRunner, begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
@@ -57,14 +57,7 @@ class UserLine:
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends. Raises
     SettingError or RunFolderError if there is nothing to talk to, ChildFailed if its server fails."""
-    recipe, checkpoint = _of_run(options.run, options.checkpoint)
-    served = what_is_served(recipe, checkpoint)
-    say(f"starting the {served.recipe.server.engine} server on {served.label}")
-    run_interruptibly(_chat(served))
-
-
-def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
-    folder = folder.expanduser().resolve()
+    folder = options.run.expanduser().resolve()
     if not (folder / RECIPE).is_file():
         fix = "name one, such as runs/quickstart"
         raise SettingError("RUN", f"{folder} is not a run folder", fix, source=COMMAND_LINE)
@@ -73,10 +66,12 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
     check_recipe(recipe, "serve")
     last = stages_of(recipe)[-1]
-    found = checkpoint or RunFolder(last.output).last_checkpoint()
+    found = options.checkpoint or RunFolder(last.output).last_checkpoint()
     if found is None:
         raise RunFolderError(f"{last.output} holds no checkpoint; fix: name one by --checkpoint, or train first")
-    return last, found
+    served = what_is_served(last, found)
+    say(f"starting the {served.recipe.server.engine} server on {served.label}")
+    run_interruptibly(_chat(served))
 
 
 async def _chat(served: Served) -> None:
@@ -116,7 +111,10 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         try:
             async with runner.toolset.chain(f"chat{number}", runner.for_tools(task)) as session:
                 await Conversation(runner, task, sampling, f"chat{number}").hold(session, lines, shown=bool(said.text))
-                await _show_reward(session)
+                verdict = await session.reward()
+                if verdict is not None:
+                    beside = "".join(f"; {name} {value:g}" for name, value in verdict.metrics.items())
+                    _say(f"  [the environment's reward: {verdict.reward:g}{beside}]")
         except (InferenceError, ToolInfrastructureError) as error:
             _say(f"  [the conversation failed: {error}]")
 
@@ -217,13 +215,6 @@ def _show_message(message: Message, content: str, opening: bool) -> None:
 
 def _indented(text: str) -> str:
     return text.replace("\n", "\n     ")
-
-
-async def _show_reward(session: ToolSession) -> None:
-    verdict = await session.reward()
-    if verdict is not None:
-        beside = "".join(f"; {name} {value:g}" for name, value in verdict.metrics.items())
-        _say(f"  [the environment's reward: {verdict.reward:g}{beside}]")
 
 
 def _say(text: str) -> None:

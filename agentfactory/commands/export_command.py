@@ -28,9 +28,10 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     """Export a checkpoint, or a run's last, to the new folder `output`: the full model, or with `adapter` only the
     adapter. `push` names a hub repository. Raises SettingError or RunFolderError."""
     checkpoint = checkpoint.expanduser()
-    if (run := _run_at(checkpoint)) is not None:
-        checkpoint = _last_checkpoint(run)
-        say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
+    place = checkpoint.parent if checkpoint.name in (RECIPE, "checkpoints") else checkpoint
+    if run_folder.is_run(place):
+        checkpoint = _last_checkpoint(place)
+        say(f"the last checkpoint of {display(place)} is {display(checkpoint)}")
     if checkpoint.exists():
         check_weights_folder(checkpoint)
     if not (checkpoint / INFO).is_file():
@@ -60,16 +61,22 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
                 problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
                 raise SettingError("", problem, "put the base back, or --adapter for the adapter alone") from error
         if named is not None:
-            _name_base(aside, named)
+            # the current path of the adapter's base: the run may have been moved since peft wrote the old one
+            config = json.loads((aside / ADAPTER).read_text(encoding="utf-8")) | {"base_model_name_or_path": named}
+            (aside / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     say(f"exported {checkpoint} to {output}")
     if push:
-        say(f"uploaded to {_push(output, push)}")
+        from huggingface_hub import HfApi
 
-
-def _run_at(path: Path) -> Path | None:
-    """Return the run folder at `path`, its recipe or its folder of checkpoints; None if there is none."""
-    place = path.parent if path.name in (RECIPE, "checkpoints") else path
-    return place if run_folder.is_run(place) else None
+        api = HfApi()
+        try:
+            check_answers("")
+            name = api.create_repo(push, private=True, exist_ok=True).repo_id
+            made = api.upload_folder(repo_id=name, folder_path=output, commit_message="Export from AgentFactory")
+        except Exception as error:  # boundary: the hub's client raises the errors of all its layers
+            problem = f"{error}; {output} is written, and can be uploaded later"
+            raise SettingError(f"--push {push}", problem) from error
+        say(f"uploaded to {made.commit_url}")
 
 
 def _last_checkpoint(run: Path) -> Path:
@@ -82,23 +89,3 @@ def _last_checkpoint(run: Path) -> Path:
     if trained := [stage for stage in earlier if stage.last_checkpoint() is not None]:
         fix = f"name an earlier stage, {display(trained[-1].path)}, or end the training with --resume"
     raise RunFolderError(f"{display(last.checkpoints)} holds no checkpoint; fix: {fix}")
-
-
-def _name_base(folder: Path, base: str) -> None:
-    """Write the current path of the adapter's base: the run may have been moved since peft wrote the old one."""
-    file = folder / ADAPTER
-    config = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
-
-
-def _push(folder: Path, repository: str) -> str:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        check_answers("")
-        name = api.create_repo(repository, private=True, exist_ok=True).repo_id
-        return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
-    except Exception as error:  # boundary: the hub's client raises the errors of all its layers
-        problem = f"{error}; {folder} is written, and can be uploaded later"
-        raise SettingError(f"--push {repository}", problem) from error

@@ -50,7 +50,12 @@ TEMPLATES = {
 def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
     """Write a task of a kind of TEMPLATES into a new or empty folder, and return it. Raises SettingError."""
     template = TEMPLATES[kind]
-    _check_name(task)
+    fix = "choose another name, such as word_problems"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
+        problem = f"got {task!r}, which must be a valid name of a Python file"
+        raise SettingError("TASK", problem, f"{fix}: a-z, 0-9 and _")
+    if task in sys.stdlib_module_names or task in _OURS:
+        raise SettingError("TASK", f"{task!r} is the name of a module of Python's or AgentFactory's", fix)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingError("", f"{folder} already exists", "choose another --output, or another name")
@@ -67,7 +72,14 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
         if template.maker:
             runpy.run_path(str(folder / template.maker))["make"](folder)
         else:
-            rows = _make_rows()
+            rng, made = random.Random(0), dict[str, dict[str, Any]]()
+            while len(made) < _ROWS + _HELD_OUT:
+                operation, left, right = rng.choice(list(_QUESTIONS)), rng.randint(10, 99), rng.randint(2, 9)
+                name, things = rng.choice(("Ann", "Ben", "Mia", "Tom")), rng.choice(("apples", "books", "coins"))
+                question = _QUESTIONS[operation].format(left=left, right=right, name=name, things=things)
+                answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
+                made[question] = dict(question=question, left=left, operation=operation, right=right, answer=answer)
+            rows = list(made.values())
             _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
             _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
     except OSError as error:
@@ -88,27 +100,6 @@ wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Write the task `options.task`, and say what can be done with it."""
     say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
-
-
-def _check_name(task: str) -> None:
-    fix = "choose another name, such as word_problems"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
-        problem = f"got {task!r}, which must be a valid name of a Python file"
-        raise SettingError("TASK", problem, f"{fix}: a-z, 0-9 and _")
-    if task in sys.stdlib_module_names or task in _OURS:
-        raise SettingError("TASK", f"{task!r} is the name of a module of Python's or AgentFactory's", fix)
-
-
-def _make_rows() -> list[dict[str, Any]]:
-    rng = random.Random(0)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < _ROWS + _HELD_OUT:
-        operation, left, right = rng.choice(list(_QUESTIONS)), rng.randint(10, 99), rng.randint(2, 9)
-        words = {"name": rng.choice(("Ann", "Ben", "Mia", "Tom")), "things": rng.choice(("apples", "books", "coins"))}
-        question = _QUESTIONS[operation].format(left=left, right=right, **words)
-        answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
-        rows[question] = dict(question=question, left=left, operation=operation, right=right, answer=answer)
-    return list(rows.values())
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

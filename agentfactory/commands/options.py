@@ -240,7 +240,11 @@ def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentPa
 
 def _add_options(name: str, command: argparse.ArgumentParser) -> None:
     if name in _HAVE_OVERRIDES:
-        _add_recipe(command, required=name != "doctor")
+        command.add_argument("recipe", metavar="RECIPE", nargs="?" if name == "doctor" else None, help="a YAML file")
+        about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
+        # without a default, argparse reports them as required
+        overrides = command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
+        overrides.completer = complete_override  # type: ignore[attr-defined]
     if name in ("train", "serve", "rollout", "eval"):
         about = "resolve, validate and print the recipe; do nothing"
         command.add_argument("--dry-run", action="store_true", help=about)
@@ -280,14 +284,6 @@ def _add_options(name: str, command: argparse.ArgumentParser) -> None:
             _add_tools(command)
         case "completion":
             command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
-
-
-def _add_recipe(command: argparse.ArgumentParser, required: bool = True) -> None:
-    command.add_argument("recipe", metavar="RECIPE", nargs=None if required else "?", help="a YAML file")
-    about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
-    # without a default, argparse reports them as required
-    overrides = command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
-    overrides.completer = complete_override  # type: ignore[attr-defined]
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:

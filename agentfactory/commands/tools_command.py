@@ -15,7 +15,7 @@ from typing import Any
 from agentfactory.base import messages
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import CommandFailed, SettingError
-from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, ToolInfrastructureError, ToolSpec
+from agentfactory.base.messages import EnvironmentReward, ToolCall, ToolInfrastructureError, ToolSpec
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
@@ -286,8 +286,16 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
         print(f"info: {json.dumps(result.info, ensure_ascii=False)}")
     if result.finish:
         print("the tool ends the chain")
-    if options.output is not None:
-        _save_image(result.content, options.output)
+    if (file := options.output) is not None:
+        content = [] if isinstance(result.content, str) else result.content
+        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        embedded = [url for url in urls if url.startswith("data:")]
+        if not embedded:
+            raise CommandFailed("--output: the result holds no image")
+        for number, url in enumerate(embedded, 1):
+            path = file if number == 1 else file.with_name(f"{file.stem}-{number}{file.suffix}")
+            path.write_bytes(base64.b64decode(url.partition(",")[2]))
+            print(f"saved {path}", file=sys.stderr)
     if result.error is not None:
         raise CommandFailed(f"the call failed: {result.error}")
 
@@ -311,14 +319,3 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
             with suppress(ValueError):
                 arguments[key] = json.loads(value)
     return arguments
-
-
-def _save_image(content: Content, file: Path) -> None:
-    urls = [] if isinstance(content, str) else [p["image_url"]["url"] for p in content if p["type"] == "image_url"]
-    embedded = [url for url in urls if url.startswith("data:")]
-    if not embedded:
-        raise CommandFailed("--output: the result holds no image")
-    for number, url in enumerate(embedded, 1):
-        path = file if number == 1 else file.with_name(f"{file.stem}-{number}{file.suffix}")
-        path.write_bytes(base64.b64decode(url.partition(",")[2]))
-        print(f"saved {path}", file=sys.stderr)

@@ -208,8 +208,9 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
                         # an error here would also fail every chain that ends without a call
                         verdict = server.verdict = await session.reward()
-                        judge = f"without any call, {_figures(verdict)}" if verdict else "gives no reward"
-                        server.environment += f"; {judge}"
+                        given = {} if verdict is None else {"reward": verdict.reward, **verdict.metrics}
+                        figures = ", ".join(f"{name} {value:g}" for name, value in given.items())
+                        server.environment += f"; without any call, {figures}" if figures else "; gives no reward"
     except EnvironmentRewardError as error:
         server.environment += "; cannot give a reward"
         server.problems.append(f"{error} (right after reset; a chain may end without a call)")
@@ -267,7 +268,3 @@ def model_view(recipe: Recipe) -> tuple[ModelView | None, str]:
         if stated in ("auto", Coordinates.RESIZED):
             return None, f": {error}"
         return ModelView(Coordinates(stated)), ""
-
-
-def _figures(verdict: EnvironmentReward) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in {"reward": verdict.reward, **verdict.metrics}.items())

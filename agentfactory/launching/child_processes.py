@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -192,33 +192,23 @@ class Children:
         self._hurried = True
 
     def _watch(self, say: Callable[[str], None]) -> None:
-        stopped = _StoppedProcesses()
+        """Tell of each process that two looks found stopped, and of each that continues."""
+        seen: dict[int, int] = {}  # process id -> consecutive looks at which it was stopped
         while not self._ended.wait(_LOOK_SECONDS):
-            for line in stopped.look([*self._children]):
-                say(line)
-
-
-class _StoppedProcesses:
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        """Process id -> consecutive looks at which it was stopped."""
-
-    def look(self, children: Sequence[Child]) -> Iterator[str]:
-        """Yield a line for each process that two looks found stopped, and for each that continues."""
-        before, self._seen, names = self._seen, {}, dict[int, str]()
-        for child in children:
-            names |= {below.pid: f"process {below.pid} of the {child.name}" for below in _descendants(child)}
-            names[child.process.pid] = child.name
-        for process in psutil.Process().children(recursive=True):
-            pid = process.pid
-            with suppress(psutil.NoSuchProcess):
-                name = names.get(pid) or f"process {pid} ({short(' '.join(process.cmdline()))})"
-                if process.status() == psutil.STATUS_STOPPED:
-                    self._seen[pid] = before.get(pid, 0) + 1
-                    if self._seen[pid] == 2:
-                        yield f"the {name} is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}"
-                elif before.get(pid, 0) >= 2:
-                    yield f"the {name} continues"
+            before, seen, names = seen, {}, dict[int, str]()
+            for child in [*self._children]:
+                names |= {below.pid: f"process {below.pid} of the {child.name}" for below in _descendants(child)}
+                names[child.process.pid] = child.name
+            for process in psutil.Process().children(recursive=True):
+                pid = process.pid
+                with suppress(psutil.NoSuchProcess):
+                    name = names.get(pid) or f"process {pid} ({short(' '.join(process.cmdline()))})"
+                    if process.status() == psutil.STATUS_STOPPED:
+                        seen[pid] = before.get(pid, 0) + 1
+                        if seen[pid] == 2:
+                            say(f"the {name} is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}")
+                    elif before.get(pid, 0) >= 2:
+                        say(f"the {name} continues")
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

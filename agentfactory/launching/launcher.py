@@ -68,9 +68,15 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         except BaseException as error:
             # on a full disk, the terminal shows the cause
             with suppress(DiskError):
-                _note_failure(folder, error, recipe.seed)
-                for stage in plan.stages:
-                    _note_signal(stage.folder, error)
+                statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
+                status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
+                reason = error.reason if isinstance(error, RunStopped) else str(error) or "Ctrl-C"
+                noted = {"status": status, "reason": reason, "seed": recipe.seed}
+                folder.write_summary({**folder.read_summary(), **noted})
+                for stage in plan.stages if isinstance(error, KeyboardInterrupt) else ():
+                    # our SIGTERM ended its trainer, because of `error`
+                    if (summary := stage.folder.read_summary()).get("reason") == "SIGTERM":
+                        stage.folder.write_summary({**summary, "reason": str(error) or "Ctrl-C"})
             raise
         last = plan.stages[-1].folder
         summary = {**folder.read_part(last), "status": "completed"}
@@ -175,20 +181,6 @@ def _tell(stage: StagePlan, say: Say) -> None:
         say(line)
     if stage.refusal is not None:
         raise stage.refusal
-
-
-def _note_failure(folder: RunFolder, error: BaseException, seed: int) -> None:
-    statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
-    status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
-    reason = error.reason if isinstance(error, RunStopped) else str(error) or "Ctrl-C"
-    folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": seed})
-
-
-def _note_signal(folder: RunFolder, error: BaseException) -> None:
-    """Correct the reason in the summary of a stage whose trainer was ended by our SIGTERM, because of `error`."""
-    summary = folder.read_summary()
-    if isinstance(error, KeyboardInterrupt) and summary.get("reason") == "SIGTERM":
-        folder.write_summary({**summary, "reason": str(error) or "Ctrl-C"})
 
 
 def _first_rank_that_failed(log: list[str]) -> str | None:

@@ -108,7 +108,8 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
     for index, recipe in enumerate(recipes):
-        if not _is_planned(recipe):
+        wanted = recipe.placement
+        if wanted.mode == "auto" and wanted.gpu_memory_gib is None and not may_have_gpu():
             continue
         if (planned := _with_model(recipe, recipes[0].model.path)) is None:
             found[index] = None
@@ -121,11 +122,6 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))
     return found
-
-
-def _is_planned(recipe: Recipe) -> bool:
-    wanted = recipe.placement
-    return wanted.mode != "auto" or wanted.gpu_memory_gib is not None or may_have_gpu()
 
 
 def may_have_gpu() -> bool:

@@ -49,7 +49,13 @@ class Progress:
         """Show one line of metrics. A line without a step's metrics is an evaluation and is shown as a note."""
         shown = {name: form.format(metrics[name]) for name, form in self.columns.items() if name in metrics}
         if not shown:
-            self._note_evaluation(metrics)
+            found = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+            if found:
+                # success if the tasks have one, else the reward
+                kinds = ([name for name in found if name.endswith(end)] for end in ("/success", "/reward"))
+                wanted = next(filter(None, kinds), found)
+                text = ", ".join(f"{name.replace('/', ' ')} {found[name]:.3f}" for name in wanted)
+                self.note(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
             return
         self._step = metrics["step"]
         if "seconds/step" in metrics:
@@ -70,15 +76,6 @@ class Progress:
         if self._live:
             self._live.stop()
             self._live = None
-
-    def _note_evaluation(self, metrics: dict[str, Any]) -> None:
-        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        if figures:
-            # success if the tasks have one, else the reward
-            kinds = ([name for name in figures if name.endswith(end)] for end in ("/success", "/reward"))
-            wanted = next(filter(None, kinds), figures)
-            text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted)
-            self.note(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
 
     def note(self, text: str) -> None:
         """Print a separate line that stays on the terminal."""

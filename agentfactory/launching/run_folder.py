@@ -122,7 +122,12 @@ class RunFolder:
         for name, file in self.growing().items():
             size = min(sizes.get(name, 0), file.stat().st_size)
             if file.suffix == ".jsonl":
-                _cut(file, size)
+                whole = 0
+                with file.open("rb+") as lines:
+                    if size:
+                        with mmap.mmap(lines.fileno(), size, access=mmap.ACCESS_READ) as content:
+                            whole = content.rfind(b"\n") + 1
+                    lines.truncate(whole)
             else:
                 os.truncate(file, size)
 
@@ -206,15 +211,6 @@ class RunFolder:
         if checkpoint is None:
             raise RunFolderError(f"{self.checkpoints} holds no checkpoint; fix: run `agentfactory train` first")
         return checkpoint
-
-
-def _cut(path: Path, size: int) -> None:
-    whole = 0
-    with path.open("rb+") as file:
-        if size:
-            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                whole = content.rfind(b"\n") + 1
-        file.truncate(whole)
 
 
 class Hold:

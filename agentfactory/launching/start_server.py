@@ -62,7 +62,14 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
     os.close(descriptor)
     child = start_child("server", serving.server_command(recipe, adapters), Path(log), explain=serving.explain)
     try:
-        url = await _ready(child, recipe.server.startup_seconds)
+        try:
+            async with asyncio.timeout(recipe.server.startup_seconds):
+                while (url := serving.ready_url(child.tail(1000))) is None:
+                    if child.process.poll() is not None:
+                        raise child.failure()
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise _not_ready(recipe.server.startup_seconds, child.log) from None
         try:
             yield child, url
         finally:
@@ -70,18 +77,6 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
                 child.log.unlink()
     finally:
         await asyncio.to_thread(end_child, child, _ends)
-
-
-async def _ready(child: Child, seconds: float) -> str:
-    try:
-        async with asyncio.timeout(seconds):
-            while (url := serving.ready_url(child.tail(1000))) is None:
-                if child.process.poll() is not None:
-                    raise child.failure()
-                await asyncio.sleep(POLL_SECONDS)
-            return url
-    except TimeoutError:
-        raise _not_ready(seconds, child.log) from None
 
 
 def _not_ready(seconds: float, log: Path) -> ChildFailed:

@@ -102,23 +102,18 @@ def _open_folder(
             # the launcher shows our stdout, and logs our stderr
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         else:
-            opened[0] = _make_folder(recipe, folder, asked, stack.enter_context(Hold(recipe.output)))
+            hold = stack.enter_context(Hold(recipe.output))
+            hold.take()
+            if asked is None:
+                RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
+            else:
+                opened[0] = resume_stages([recipe], asked)[0].checkpoint
+                RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
+            hold.take(make=True)
+            if asked is not None:
+                rewind(recipe, folder, opened[0], lambda line: print(line, flush=True))
         stack.callback(folder.note_stopped)
     return broadcast_object_list(opened)[0]
-
-
-def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Hold) -> Path | None:
-    hold.take()
-    if resume is None:
-        checkpoint = None
-        RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
-    else:
-        checkpoint = resume_stages([recipe], resume)[0].checkpoint
-        RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
-    hold.take(make=True)
-    if resume is not None:
-        rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
-    return checkpoint
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,8 @@ class _Run:
 
     def train_sft(self) -> TrainResult:
         recipe, is_main = self.recipe, self.accelerator.is_main_process
-        tasks = _sft_tasks(recipe) if is_main else None
+        data = None if recipe.train.from_trajectories else recipe.data
+        tasks = load_tasks(data, tell=True) if is_main and data is not None else None
         # conversations in data files bring their own tools
         in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
         renderer = self._load_renderer(in_data)
@@ -221,12 +217,6 @@ class _Run:
         self.stack.callback(workers.close)
         checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
         return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
-
-
-def _sft_tasks(recipe: Recipe) -> list[Task] | None:
-    if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
-        return None
-    return load_tasks(recipe.data, tell=True)
 
 
 def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> list[Row] | None:

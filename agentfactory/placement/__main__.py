@@ -43,15 +43,18 @@ class Estimates:
             graded_by = self._config("teacher.model", loaded)[0] if loaded is not None else None
             key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher else []))
             trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by))
-            notes += _padding_note(recipe, config)
+            kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+            if recipe.train.batching == "auto" and kinds:
+                notes.append(f"rows are padded: {recipe.model.path} has layers of {', '.join(sorted(kinds))}")
         server: ServerMemory | None = None
         if recipe.server.starts and (self._purpose == "serve" or runs_chains(recipe, "train")):
             served = None
             if recipe.server.model is not None:
                 served, note = self._config("server.model", recipe.server.model)
                 notes += [note] if note else []
-                other = served
-                self._once(_key("same", recipe.server.model), lambda: _check_same(recipe, config, other))
+                if (found := difference(config, served)) is not None:
+                    problem = f"got {recipe.server.model}, which is not a copy of {recipe.model.path}: {found}"
+                    raise SettingError("server.model", problem, "name a quantised copy of model.path, or remove it")
             key = _key(f"server {device} {memory}", recipe.model, recipe.server, recipe.rollout)
             server = self._once(key, lambda: server_memory(recipe, config, device, served, memory))
         return Need(trainer, server, tuple(notes))
@@ -71,19 +74,6 @@ class Estimates:
 
 def _key(kind: str, *parts: Section | str) -> str:
     return "\n".join([kind, *(part if isinstance(part, str) else part.model_dump_json() for part in parts)])
-
-
-def _check_same(recipe: Recipe, config: PreTrainedConfig, served: PreTrainedConfig) -> None:
-    if (found := difference(config, served)) is not None:
-        problem = f"got {recipe.server.model}, which is not a copy of {recipe.model.path}: {found}"
-        raise SettingError("server.model", problem, "name a quantised copy of model.path, or remove it")
-
-
-def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
-    if recipe.train.batching != "auto" or not kinds:
-        return []
-    return [f"rows are padded: {recipe.model.path} has layers of {', '.join(sorted(kinds))}"]
 
 
 def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, Any]:

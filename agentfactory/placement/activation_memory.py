@@ -132,7 +132,8 @@ def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[P
     """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step adds,
     without weights, gradients and the optimizer's state. Each phase's peak grows linearly with the layers of a kind, so
     run a network with one layer of each kind, and for each kind one with a second layer of that kind below it."""
-    kinds = _kinds(config)
+    text = config.get_text_config()
+    kinds = list(zip(*_per_layer(text).values(), strict=True)) or [()] * text.num_hidden_layers
     # the last layer of each kind: backward passes begin and peak there
     some = sorted(len(kinds) - 1 - kinds[::-1].index(kind) for kind in set(kinds))
     peaks = base = _trace(recipe, _only(config, some), device)
@@ -142,12 +143,6 @@ def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[P
             peaks = {phase: peaks[phase].plus(others, more[phase], base[phase]) for phase in peaks}
     step = peaks.pop(_STEP)
     return max(peaks.values(), key=lambda peak: peak.total), step.total
-
-
-def _kinds(config: PreTrainedConfig) -> list[Any]:
-    """Return the kind of each layer, given by all per-layer settings."""
-    text = config.get_text_config()
-    return list(zip(*_per_layer(text).values(), strict=True)) or [()] * text.num_hidden_layers
 
 
 def _per_layer(text: PreTrainedConfig) -> dict[str, list[Any]]:
@@ -176,7 +171,13 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
             part = fullest(recipe, policy.batching)
         _materialise(model, recipe)
         values = KnownValues()
-        part = _fake(part, fake, values)
+        made: dict[str, Any] = {}
+        for name in ("ids", "positions", "ends", "sources", "labels"):
+            if (tensor := getattr(part, name)) is not None:
+                made[name] = fake.from_tensor(tensor)
+                with unset_fake_temporarily():
+                    values.add(made[name], tensor.numpy())
+        part = replace(part, **made)
         inputs = (part.ids, part.sources, part.labels, part.positions, part.ends, None)
         live = LiveBytes(config.get_text_config().vocab_size)
         if recipe.train.gradient_checkpointing == "offload" and device == "cuda":
@@ -304,13 +305,3 @@ def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
         targets=targets,
         streams={name: np.ones(len(targets)) for name in ("behaviour", "advantage", "weight", "mixed")},
     )
-
-
-def _fake(part: MicroBatch, fake: FakeTensorMode, values: KnownValues) -> MicroBatch:
-    made: dict[str, Any] = {}
-    for name in ("ids", "positions", "ends", "sources", "labels"):
-        if (tensor := getattr(part, name)) is not None:
-            made[name] = fake.from_tensor(tensor)
-            with unset_fake_temporarily():
-                values.add(made[name], tensor.numpy())
-    return replace(part, **made)

@@ -84,7 +84,11 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorC
         network = meta_network(config, dtype, whole=sees(config))
         batching = resolve_batching(network, train, measure=False)
         if recipe.model.lora and recipe.model.lora.quantization:
-            _quantise(network)
+            # stand-ins for bitsandbytes' layers, inserted as transformers does: fake tensors cannot make the layers
+            kept = get_keys_to_not_convert(network)
+            for name, module in list(network.named_modules()):
+                if type(module) is nn.Linear and should_convert_module(name, kept):
+                    network.set_submodule(name, _FourBitLinear(module))
         if train.precision != "auto":
             _use_fp8(network)
         plain: dict[str, Any] = {"liger": False, "compile": False, "precision": "auto"}
@@ -119,14 +123,6 @@ def check_targets(recipe: TrainRecipe) -> None:
 
 def policy_of(model: Policy | ActorCritic) -> Policy:
     return model.policy if isinstance(model, ActorCritic) else model
-
-
-def _quantise(network: nn.Module) -> None:
-    """Insert stand-ins for bitsandbytes' layers, as transformers does: fake tensors cannot make the layers."""
-    kept = get_keys_to_not_convert(network)
-    for name, module in list(network.named_modules()):
-        if type(module) is nn.Linear and should_convert_module(name, kept):
-            network.set_submodule(name, _FourBitLinear(module))
 
 
 class _FourBitLinear(nn.Linear):

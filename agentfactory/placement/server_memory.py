@@ -91,8 +91,10 @@ def server_memory(
         # blocks of 16 tokens, one of which is never used (BlockPool.null_block)
         least = (1 + max(chains, -(-server.max_model_len // 16))) * 16 * per_token + recipe.largest_group * per_sequence
         backup = sum(map(_backup, [*weights, *adapters, 4 * server.max_num_seqs * text.vocab_size]))
-    parts, by_nccl = {name: size for name, size in parts.items() if size}, 0 if embedded else _arriving(network)
-    return ServerMemory(parts, per_token, per_sequence, least, by_nccl, round(backup))
+    # the broadcasts that a worker holds at a time; each ends with the weight that fills it
+    largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
+    parts, by_nccl = {name: size for name, size in parts.items() if size}, BUFFERS * BUFFER_BYTES + sum(largest)
+    return ServerMemory(parts, per_token, per_sequence, least, 0 if embedded else by_nccl, round(backup))
 
 
 def _backup(size: float) -> int:
@@ -195,12 +197,6 @@ def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
     return int(asked) if asked else next(n for least, n in STEP_TOKENS.items() if (device_memory or 0) >= least)
 
 
-def _arriving(network: PreTrainedModel) -> int:
-    """Return the bytes of the broadcasts that a worker holds at a time; each ends with the weight that fills it."""
-    largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
-    return BUFFERS * BUFFER_BYTES + sum(largest)
-
-
 def _flag(args: Sequence[str], name: str) -> str | None:
     """Return the value of a vLLM flag, "" if it has none; None if the flag is absent."""
     parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
@@ -222,16 +218,13 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
     windows, states = kinds.count("sliding_attention") if window else 0, kinds.count("linear_attention")
     per_sequence = windows * token * window if windows else 0
     if states:
-        per_sequence += states * -(-_state(text, state_dtype) // devices)
+        # of a gated delta net (arXiv:2412.06464): the convolution's last inputs and the recurrent state, in float32
+        # unless the model sets another dtype
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
+        convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * state_dtype.itemsize
+        state = convolution + values * text.linear_key_head_dim * recurrent.itemsize
+        per_sequence += states * -(-state // devices)
     # a layer of an unknown kind counts as one with full attention
     return (len(kinds) - windows - states) * token, per_sequence
-
-
-def _state(text: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a gated delta net's state (arXiv:2412.06464): the convolution's last inputs and the recurrent
-    state, in float32 unless the model sets another dtype."""
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    values = text.linear_num_value_heads * text.linear_value_head_dim
-    recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
-    convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * dtype.itemsize
-    return convolution + values * text.linear_key_head_dim * recurrent.itemsize

@@ -26,7 +26,14 @@ def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estim
 
 def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
     def plan_with(settings: Settings) -> Plan | None:
-        changed = _changed(recipe, settings)
+        data = recipe.model_dump(mode="json")
+        for name, value in settings.items():
+            *path, last = name.split(".")
+            section = data
+            for key in path:
+                section = section[key]
+            section[last] = value
+        changed = Recipe.model_validate_json(json.dumps(data), strict=True)
         # changes that need an adapter count only together with one
         if not settings or (changed.server.quantization == "fp8" and changed.model.lora is None):
             return None
@@ -75,17 +82,6 @@ def _merged(parts: list[Settings]) -> Settings:
             return {}
         merged |= part
     return merged
-
-
-def _changed(recipe: Recipe, settings: Settings) -> Recipe:
-    data = recipe.model_dump(mode="json")
-    for name, value in settings.items():
-        *path, last = name.split(".")
-        section = data
-        for key in path:
-            section = section[key]
-        section[last] = value
-    return Recipe.model_validate_json(json.dumps(data), strict=True)
 
 
 def _written(settings: Settings) -> str:

@@ -124,7 +124,17 @@ def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> N
     if reason is not None:
         raise SettingError(_FROM, f"{where} cannot be trained further: {reason}", _MERGE)
     _check_equal(shape_of(lora), shape, where)
-    _check_tensors(folder, where, has_rows=shape["trainable_tokens"] is not None)
+    has_rows = shape["trainable_tokens"] is not None
+    try:
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise SettingError(_FROM, f"{where}: {WEIGHTS} cannot be read: {error}", "name another adapter") from None
+    # factors of linear modules, and for trained tokens of an embedding
+    others = [name for name in names if not _FACTOR.fullmatch(name) and not (has_rows and _ROW_FACTOR.fullmatch(name))]
+    if others or not names:
+        what = f"it has the tensor {others[0]}" if others else "it has no tensors"
+        raise SettingError(_FROM, f"{where} cannot be trained further: {what}", _MERGE)
 
 
 def doubts_about_adapter(recipe: Recipe) -> list[str]:
@@ -226,19 +236,6 @@ def _read(folder: Path) -> dict[str, Any]:
         problem = f"{where} has no {WEIGHTS}"
         raise SettingError(_FROM, problem, "save it as safetensors: peft's save_pretrained does by default")
     return config
-
-
-def _check_tensors(folder: Path, where: str, has_rows: bool) -> None:
-    """Raise SettingError unless the file has only factors of linear modules, and with `has_rows` of an embedding."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="np") as file:
-            names = list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise SettingError(_FROM, f"{where}: {WEIGHTS} cannot be read: {error}", "name another adapter") from None
-    others = [name for name in names if not _FACTOR.fullmatch(name) and not (has_rows and _ROW_FACTOR.fullmatch(name))]
-    if others or not names:
-        what = f"it has the tensor {others[0]}" if others else "it has no tensors"
-        raise SettingError(_FROM, f"{where} cannot be trained further: {what}", _MERGE)
 
 
 def _same_model(base: str, path: str) -> bool:

@@ -226,7 +226,12 @@ def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> 
 
 
 def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) -> None:
-    _check_images(tasks, section)
+    # whether images can be decoded is checked before the first chain
+    for number, row in enumerate(tasks, 1):
+        for image in images_of_row(row):
+            if is_path(image) and not Path(image).is_file():
+                problem = f"row {number}: the image {display(Path(image))}: no such file"
+                raise SettingError(section, problem, "correct it, or leave the row out")
     if not acts:
         for number, task in enumerate(tasks, 1):
             conversation_of(task, number)
@@ -320,15 +325,6 @@ def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
     named = ((f"{part.section}.path", part.recipe.data) for part in _used_parts(recipe, purpose))
     data = {field: data.path for field, data in named if data is not None}
     return models + [HubName(field, name, "dataset") for field, name in data.items() if name and is_hub_name(name)]
-
-
-def _check_images(tasks: list[Task], section: str) -> None:
-    """Check that the files of images exist; whether they can be decoded is checked before the first chain."""
-    for number, row in enumerate(tasks, 1):
-        for image in images_of_row(row):
-            if is_path(image) and not Path(image).is_file():
-                problem = f"row {number}: the image {display(Path(image))}: no such file"
-                raise SettingError(section, problem, "correct it, or leave the row out")
 
 
 def _missing_tasks(recipe: Recipe, purpose: Purpose) -> Iterator[Fault]:

@@ -118,20 +118,16 @@ def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, C
         else:
             raise SettingError(field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
         with stage.located():
-            _check_stage(stage.data["name"], stage)
-        if stages.setdefault(stage.data["name"], stage) is not stage:
-            problem = f"a second stage called {stage.data['name']!r}"
-            raise SettingError(field, problem, "set another name in one of the two")
+            name = stage.data["name"]
+            if "stages" in stage.data:
+                raise SettingError("stages", f"{name} is itself a stage", "list its stages in the outer recipe")
+            if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+                raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
+            if name in _FOLDER_NAMES or name in Recipe.model_fields:
+                raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
+        if stages.setdefault(name, stage) is not stage:
+            raise SettingError(field, f"a second stage called {name!r}", "set another name in one of the two")
     return stages
-
-
-def _check_stage(name: Any, stage: Composed) -> None:
-    if "stages" in stage.data:
-        raise SettingError("stages", f"{name} is itself a stage", "list its stages in the outer recipe")
-    if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
-        raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
-    if name in _FOLDER_NAMES or name in Recipe.model_fields:
-        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:

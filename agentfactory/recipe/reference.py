@@ -108,17 +108,13 @@ def type_words(annotation: Any, metadata: list[Any] | None = None) -> str:
         return _one_of([member.value for member in annotation])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return " ".join([_WORDS[annotation], *_bounds(metadata or [])])
+    limits = [(sign, getattr(limit, key, None)) for limit in (metadata or []) for key, sign in _BOUNDS.items()]
+    found = [f"{sign} {value:g}" for sign, value in limits if value is not None]
+    return " ".join([_WORDS[annotation], *([", ".join(found)] if found else [])])
 
 
 def _one_of(values: list[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
-
-
-def _bounds(metadata: list[Any]) -> list[str]:
-    limits = [(sign, getattr(limit, key, None)) for limit in metadata for key, sign in _BOUNDS.items()]
-    found = [f"{sign} {value:g}" for sign, value in limits if value is not None]
-    return [", ".join(found)] if found else []
 
 
 def default_words(field: FieldInfo) -> str:
@@ -153,7 +149,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def recipe_reference() -> str:
     """Return the fields of the whole recipe, the recipe of stages, and the defaults of algorithms."""
-    return "\n".join([_part(()), _stages(), _presets()])
+    rows = [
+        [f"`{name}`", default_words(field), _cell(field.description or "")]
+        for name, field in StagedRecipe.model_fields.items()
+    ]
+    stages = f"## A recipe of stages\n\n{_about(StagedRecipe)}\n\n" + _table(["field", "default", "meaning"], rows)
+    rows = [
+        [f"`{name}`", ", ".join(f"`{field}: {value}`" for field, value in fields.items()) or "as above"]
+        for name, fields in ALGORITHMS.items()
+    ]
+    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
+    presets = f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n"
+    return "\n".join([_part(()), stages, presets + _table(["algorithm", "sets"], rows)])
 
 
 def _part(names: tuple[str, ...]) -> str:
@@ -196,39 +203,17 @@ def _enums_in(annotation: Any) -> Iterator[type[StrEnum]]:
         yield from _enums_in(part)
 
 
-def _stages() -> str:
-    rows = [
-        [f"`{name}`", default_words(field), _cell(field.description or "")]
-        for name, field in StagedRecipe.model_fields.items()
-    ]
-    return f"## A recipe of stages\n\n{_about(StagedRecipe)}\n\n" + _table(["field", "default", "meaning"], rows)
-
-
-def _presets() -> str:
-    rows = [
-        [f"`{name}`", ", ".join(f"`{field}: {value}`" for field, value in fields.items()) or "as above"]
-        for name, fields in ALGORITHMS.items()
-    ]
-    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
-    return f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n" + _table(["algorithm", "sets"], rows)
-
-
 def _values(enum: type[StrEnum]) -> str:
-    notes = _member_notes(enum)
-    if not notes:
-        return ""
-    rows = [[f"`{member.value}`", _cell(notes.get(member.name, ""))] for member in enum]
-    return f"## Values: {enum.__name__}\n\n{_about(enum)}\n\n" + _table(["value", "meaning"], rows)
-
-
-def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
-    """Return the docstrings below the members of an enumeration, which Python itself does not keep."""
+    # the docstrings below the members, which Python itself does not keep
     body = ast.parse(textwrap.dedent(inspect.getsource(enum))).body[0].body  # type: ignore[attr-defined]
     notes = {}
     for member, note in pairwise(body):
         if isinstance(member, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
             notes[member.targets[0].id] = str(note.value.value)  # type: ignore[attr-defined]
-    return notes
+    if not notes:
+        return ""
+    rows = [[f"`{member.value}`", _cell(notes.get(member.name, ""))] for member in enum]
+    return f"## Values: {enum.__name__}\n\n{_about(enum)}\n\n" + _table(["value", "meaning"], rows)
 
 
 def metrics_reference() -> str:

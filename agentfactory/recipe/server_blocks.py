@@ -109,7 +109,13 @@ def _entry(field: str, given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(entry.get("command"), list) and entry["command"]:
         entry["command"], *arguments = entry["command"]
         entry["args"] = [*arguments, *entry.get("args", ())]
-    _set_type(field, entry)
+    if isinstance(kind := entry.get("type"), str):
+        if kind.lower() == "sse":
+            fix = (
+                "name its address of streamable HTTP, which replaced SSE and often ends with /mcp, and write type: http"
+            )
+            raise SettingError(f"{field}.type", "got 'sse', which AgentFactory does not speak", fix)
+        entry["type"] = _TYPES.get(kind.lower().replace("-", ""), kind)
     for name in _FILLED_IN:
         if isinstance(values := entry.get(name), dict):
             entry[name] = {
@@ -120,16 +126,6 @@ def _entry(field: str, given: dict[str, Any]) -> dict[str, Any]:
         if (problem := _unfilled(name, text)) is not None:
             raise SettingError(f"{field}.{name}", *problem)
     return entry
-
-
-def _set_type(field: str, entry: dict[str, Any]) -> None:
-    kind = entry.get("type")
-    if not isinstance(kind, str):
-        return
-    if kind.lower() == "sse":
-        fix = "name its address of streamable HTTP, which replaced SSE and often ends with /mcp, and write type: http"
-        raise SettingError(f"{field}.type", "got 'sse', which AgentFactory does not speak", fix)
-    entry["type"] = _TYPES.get(kind.lower().replace("-", ""), kind)
 
 
 def _texts(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -100,22 +100,18 @@ def _parse(text: str, kind: type[_Bounded]) -> Any:
     try:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
-        raise ValueError(_described(error)) from None
+        problem = " ".join((error.problem or error.context or "").split())
+        if error.problem and error.context and error.context_mark:
+            problem = f"{error.context} ({_position(error.context_mark)}): {problem}"
+        mark = error.problem_mark or error.context_mark
+        # without the name of the stream, which pyyaml does not know
+        raise ValueError(f"{_position(mark)}: {problem}" if mark else problem) from None
     except YamlBoundsError:
         raise
     except Exception as error:  # boundary: pyyaml's scanner raises anything for an escape or version out of range
         raise ValueError(f"{_position(loader.get_mark())}: {error}") from None
     finally:
         loader.dispose()
-
-
-def _described(error: yaml.MarkedYAMLError) -> str:
-    """Describe an error by its line and column, without the name of the stream, which pyyaml does not know."""
-    problem = " ".join((error.problem or error.context or "").split())
-    if error.problem and error.context and error.context_mark:
-        problem = f"{error.context} ({_position(error.context_mark)}): {problem}"
-    mark = error.problem_mark or error.context_mark
-    return f"{_position(mark)}: {problem}" if mark else problem
 
 
 def _position(mark: yaml.Mark) -> str:

@@ -69,7 +69,13 @@ def tool(function: Function) -> Function:
     if not inspect.isfunction(function):
         raise TypeError(f"@tool goes on a function or a method, not on {function!r}")
     name = function.__name__
-    description, documented = _read_docstring(function)
+    try:
+        docstring = parse_docstring(inspect.getdoc(function) or "")
+    except ParseError as error:
+        raise TypeError(f"@tool {name}: its docstring cannot be read: {error}") from None
+    description = _one_line((docstring.description or "").split("\n\n")[0])
+    entries = [entry for entry in docstring.params if entry.args[0] != "attribute"]
+    documented = {entry.arg_name: _one_line(entry.description or "") for entry in entries}
     parameters = _parameters(function, sys._getframe(1))
     if unknown := documented.keys() - parameters.keys():
         raise TypeError(f"@tool {name}: its docstring describes {sorted(unknown)}, which are not parameters")
@@ -184,7 +190,13 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:
-        path = _path(fault["loc"], arguments)
+        # its location in the arguments, without the names of union members that pydantic inserts
+        path: list[Any] = []
+        value: Any = arguments
+        for part in fault["loc"]:
+            if part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value)):
+                path.append(part)
+                value = value[part]
         where = ".".join(str(part) for part in path)
         if fault["type"] == "missing":
             reasons[f"{where}.{fault['loc'][-1]}".lstrip(".") + " is missing"] = []
@@ -200,27 +212,6 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
     told += [f"{name} is not an argument of it ({allowed})" for name in unknown]
     rest = [f"and {len(told) - _MAX_REASONS} more faults"] if len(told) > _MAX_REASONS else []
     return f"Invalid arguments for {spec.name}: {'; '.join(told[:_MAX_REASONS] + rest)}."
-
-
-def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
-    """Return a fault's location in the arguments, without the names of union members that pydantic inserts."""
-    path: list[Any] = []
-    value: Any = arguments
-    for part in location:
-        if part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value)):
-            path.append(part)
-            value = value[part]
-    return path
-
-
-def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    try:
-        docstring = parse_docstring(inspect.getdoc(function) or "")
-    except ParseError as error:
-        raise TypeError(f"@tool {function.__name__}: its docstring cannot be read: {error}") from None
-    first = (docstring.description or "").split("\n\n")[0]
-    entries = [entry for entry in docstring.params if entry.args[0] != "attribute"]
-    return _one_line(first), {entry.arg_name: _one_line(entry.description or "") for entry in entries}
 
 
 def _one_line(text: str) -> str:

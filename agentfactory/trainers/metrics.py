@@ -6,7 +6,6 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
-from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 
 METRICS = [
@@ -95,10 +94,12 @@ def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str
     metrics = _means(groups)
     if ages:
         rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
+        changes = [pair for row in rows for pair in pairwise(row.versions) if pair[0].version != pair[1].version]
+        recomputed = sum(old.end for old, new in changes if not new.mixed)
         metrics |= {
             "staleness/mean": fmean(ages, weights=ages.values()),
             "staleness/max": max(ages),
-            "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
+            "staleness/recomputed": recomputed / max(1, sum(len(row.token_ids) for row in rows)),
         }
     for name in sources:
         own = [group for group in groups if group.source == name]
@@ -110,11 +111,16 @@ def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str
 def _means(groups: list[Group]) -> dict[str, float]:
     chains = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [chain.reward for chain in chains if chain.reward is not None]
+    # lone chains are compared with each other
+    compared = [[chain for chain in group.trajectories if chain.reward is not None] for group in groups]
+    if all(len(group.trajectories) == 1 for group in groups):
+        compared = [[chain for chains in compared for chain in chains]]
+    equal = fmean(len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains}) < 2 for chains in compared)
     metrics = {
         "reward": fmean(rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "turns": fmean(chain.turns for chain in chains),
-        "groups/equal_rewards": _equal_rewards(groups),
+        "groups/equal_rewards": equal,
     }
     for name in sorted({name for chain in chains for name in chain.metrics}):
         mean = fmean(chain.metrics[name] for chain in chains if name in chain.metrics)
@@ -122,19 +128,6 @@ def _means(groups: list[Group]) -> dict[str, float]:
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
     return metrics
-
-
-def _recomputed(row: Row) -> int:
-    changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
-    return sum(old.end for old, new in changes if not new.mixed)
-
-
-def _equal_rewards(groups: list[Group]) -> float:
-    """Return the share of groups whose rewards are all equal; lone chains are compared with each other."""
-    compared = [[chain for chain in group.trajectories if chain.reward is not None] for group in groups]
-    if all(len(group.trajectories) == 1 for group in groups):
-        compared = [[chain for chains in compared for chain in chains]]
-    return fmean(len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains}) < 2 for chains in compared)
 
 
 def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:

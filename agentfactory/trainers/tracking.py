@@ -8,7 +8,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -248,18 +248,13 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
             values = section.get(name) or {}
             kept[name] = {key: value if _VARIABLE.fullmatch(value) else _HIDDEN for key, value in values.items()}
         if section.get("url"):
-            kept["url"] = _without_query(section["url"])
+            kept["url"] = _HIDDEN
+            with suppress(ValueError):  # a variable in the place of an IPv6 address
+                url = urlsplit(section["url"])
+                query = _HIDDEN if url.query else ""
+                kept["url"] = url._replace(netloc=url.netloc.rpartition("@")[2], query=query, fragment="").geturl()
         servers[server] = kept
     return recipe | {"mcp_servers": servers} if servers else recipe
-
-
-def _without_query(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # a variable in the place of an IPv6 address
-        return _HIDDEN
-    query = _HIDDEN if parts.query else ""
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment="").geturl()
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -355,7 +355,8 @@ def _set(copy: int, original: os.stat_result, mode: int | None) -> None:
 def remove(folder: Path) -> list[str]:
     """Remove a folder of any depth, without following links. Return the remaining names, with the reasons."""
     if left := _removed(folder):
-        make_writable(folder)
+        # chmod -R follows no links, and leaves entries of other owners unchanged
+        subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True, check=False)
         left = _removed(folder)
     return left
 
@@ -410,9 +411,3 @@ def _removed(folder: Path) -> list[str]:
     finally:
         os.close(top)
     return left
-
-
-def make_writable(folder: Path) -> None:
-    """Let the owner list and change `folder` and everything in it. Entries of other owners stay unchanged."""
-    # no links are followed
-    subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True, check=False)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import bound_socket
 from agentfactory.base.http.server_keys import key_file, key_of_environment, published_key
 
 HEALTH = "/health"
@@ -49,14 +50,9 @@ def _key_in(authorization: str) -> bytes:
 
 def listen(host: str, port: int, option: str) -> socket.socket:
     """Listen on an address; port 0 takes a free one. Raises SettingError, for the port's `option`, if it cannot."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener = bound_socket(host, port)
     except (OSError, OverflowError) as error:
-        listener.close()
         problem = f"{host}:{port} cannot be used: {error}"
         raise SettingError(option, problem, "choose another; 0 takes a free one") from None
     listener.listen(1024)

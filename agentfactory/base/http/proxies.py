@@ -47,7 +47,15 @@ def proxy_for(url: str) -> Proxy | None:
         return None
     variable, value = found
     proxy = Proxy(variable, value if "://" in value else f"http://{value}")
-    _check(proxy)
+    scheme, _, rest = proxy.url.partition("://")
+    if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
+        shown = proxy.url.rpartition("@")[2]
+        raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
+    if proxy.is_socks:
+        try:
+            check_extra("socks")
+        except SettingError as error:
+            raise error.at(field=proxy.variable) from None
     return proxy
 
 
@@ -79,18 +87,6 @@ def _variable(name: str, environment: Mapping[str, str] = os.environ) -> tuple[s
             value = environment[spelled].strip()
             return (spelled, value) if value else None
     return None
-
-
-def _check(proxy: Proxy) -> None:
-    scheme, _, rest = proxy.url.partition("://")
-    if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
-        shown = proxy.url.rpartition("@")[2]
-        raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
-    if proxy.is_socks:
-        try:
-            check_extra("socks")
-        except SettingError as error:
-            raise error.at(field=proxy.variable) from None
 
 
 def _spared(host: str, port: int | None) -> bool:

@@ -41,7 +41,12 @@ def published_key(host: str, port: int) -> Iterator[str]:
         file.parent.mkdir(mode=0o700)
     _check_private(file.parent)
     key = secrets.token_urlsafe(32)
-    _remove_stale(file.parent)
+    # files of servers that were killed; one that begins with a dot is still being written
+    for old in file.parent.glob("[!.]*"):
+        with suppress(FileNotFoundError, BlockingIOError), old.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(old, opened.fileno()):
+                old.unlink()
     # written under another name, so a client never reads half a key
     passing = file.with_name(f".{secrets.token_hex(8)}")
     with os.fdopen(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as stream:
@@ -144,15 +149,6 @@ def _is_address(host: str) -> bool:
         ipaddress.ip_address(host)
         return True
     return False
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove the files of servers that were killed. One that begins with a dot is still being written."""
-    for file in folder.glob("[!.]*"):
-        with suppress(FileNotFoundError, BlockingIOError), file.open() as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(file, stream.fileno()):
-                file.unlink()
 
 
 def _same_file(file: Path, descriptor: int) -> bool:

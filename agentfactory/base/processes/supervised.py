@@ -333,7 +333,13 @@ class _Supervisor:
             self._silent = 0.0
             return
         if self.returned is not None:
-            self._look_at_leaving(seconds)
+            before, self._leaving = self._leaving, self._leaving + seconds
+            # without user code, it unloads libraries, which takes long on a busy machine
+            if before < QUIET_SECONDS <= self._leaving and (where := self._inside.place()) is not None:
+                watch.say(f"the command is done, and its process has not ended: {where}")
+            if self._leaving >= _LEAVE_SECONDS:
+                watch.say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
+                os.kill(self._child, signal.SIGKILL)
             return
         if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
             holds = not self._inside.beats()
@@ -354,16 +360,6 @@ class _Supervisor:
             self._due *= 3
         elif self._silent < QUIET_SECONDS:
             self._due = QUIET_SECONDS
-
-    def _look_at_leaving(self, seconds: float) -> None:
-        """Tell the user of user code that keeps a command from ending, and kill it in the end."""
-        before, self._leaving = self._leaving, self._leaving + seconds
-        # without user code, it unloads libraries, which takes long on a busy machine
-        if before < QUIET_SECONDS <= self._leaving and (where := self._inside.place()) is not None:
-            watch.say(f"the command is done, and its process has not ended: {where}")
-        if self._leaving >= _LEAVE_SECONDS:
-            watch.say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
-            os.kill(self._child, signal.SIGKILL)
 
     def _end(self, why: str) -> None:
         os.kill(self._child, signal.SIGKILL)

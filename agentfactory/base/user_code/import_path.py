@@ -27,7 +27,9 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
         if folder not in sys.path or folder in _appended:
             _appended[folder] = of_file or _appended.get(folder, False)
     last = sorted(_appended, key=lambda folder: not _appended[folder])
-    if str(_CHECKOUT) in sys.path and _is_checkout():
+    # a package installed from a wheel is among the libraries, which stay in front
+    link = _CHECKOUT / "tools"
+    if str(_CHECKOUT) in sys.path and link.exists() and link.samefile(Path(__file__).parents[1]):
         last = [*(folder for folder in last if folder != str(_CHECKOUT)), str(_CHECKOUT)]
     sys.path[:] = [*(entry for entry in sys.path if entry not in last), *last]
 
@@ -53,9 +55,3 @@ def is_installed(package: str) -> bool:
     """Return whether a top-level package can be imported; a plain folder does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-def _is_checkout() -> bool:
-    # a package installed from a wheel is among the libraries, which stay in front
-    link = _CHECKOUT / "tools"
-    return link.exists() and link.samefile(Path(__file__).parents[1])

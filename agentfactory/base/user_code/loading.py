@@ -44,14 +44,17 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
     try:
         return getattr(module, name)
     except AttributeError:
-        raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {_defined_names(module)}") from None
+        own = [known for known, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        defined = ", ".join(known for known in own if not known.startswith("_")) or "no function and no class"
+        raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {defined}") from None
 
 
 def load_module(path: Path) -> ModuleType:
     """Execute the file `path` like `load_object`. Raises UserCodeError if it fails."""
     append_folders([path.parent], of_file=True)
     private = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    name = path.stem if _is_same(_origin(path.stem), path) else private
+    origin = _origin(path.stem)
+    name = path.stem if origin is not None and Path(origin).exists() and path.samefile(origin) else private
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
@@ -83,10 +86,6 @@ def _origin(name: str) -> str | None:
         specification = importlib.util.find_spec(name)
         return specification.origin if specification and specification.has_location else None
     return None
-
-
-def _is_same(file: str | None, path: Path) -> bool:
-    return file is not None and Path(file).exists() and path.samefile(file)
 
 
 def _place(error: BaseException, path: Path) -> str:
@@ -151,8 +150,3 @@ def _is_users(file: str | None) -> bool:
     if file is None or "site-packages" in Path(file).parts:
         return False
     return any(Path(file).is_relative_to(folder) for folder in user_folders())
-
-
-def _defined_names(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    return ", ".join(name for name in own if not name.startswith("_")) or "no function and no class"

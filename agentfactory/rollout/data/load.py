@@ -45,10 +45,21 @@ def load_tasks(config: DataConfig, section: str = "data", tell: bool = False) ->
     call arguments as objects and without padding nulls. `tell`: notify the user of these changes. Raise SettingError
     with a field of `section`, file and row for invalid ones."""
     with _without_collector() if config.path is not None else nullcontext():
-        tasks, findings, columnar = _loaded(config, section)
+        try:
+            rows, columnar = _read(config)
+            if config.limit is not None:
+                rows = rows[: config.limit]
+            if not rows:
+                raise SettingError(_origin(config), f"{_named(config)} holds no rows", "use data with rows")
+            column = config.columns.get("images", "images")
+            has_images = any(isinstance(row, dict) and column in row for row in rows)
+            found = [_task(row, number, config, has_images, columnar) for number, row in enumerate(rows, 1)]
+        except SettingError as error:
+            texts = [text.replace("data.columns", f"{section}.columns") for text in (error.problem, error.fix)]
+            raise SettingError(f"{section}.{error.field}", texts[0], texts[1], error.source) from error.__cause__
     if tell:
-        tell_findings(findings, section, columnar)
-    return tasks
+        tell_findings([findings for _, findings in found], section, columnar)
+    return [task for task, _ in found]
 
 
 @contextmanager
@@ -61,22 +72,6 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _loaded(config: DataConfig, section: str) -> tuple[list[Task], list[Findings], bool]:
-    try:
-        rows, columnar = _read(config)
-        if config.limit is not None:
-            rows = rows[: config.limit]
-        if not rows:
-            raise SettingError(_origin(config), f"{_named(config)} holds no rows", "use data with rows")
-        column = config.columns.get("images", "images")
-        has_images = any(isinstance(row, dict) and column in row for row in rows)
-        found = [_task(row, number, config, has_images, columnar) for number, row in enumerate(rows, 1)]
-    except SettingError as error:
-        texts = [text.replace("data.columns", f"{section}.columns") for text in (error.problem, error.fix)]
-        raise SettingError(f"{section}.{error.field}", texts[0], texts[1], error.source) from error.__cause__
-    return [task for task, _ in found], [findings for _, findings in found], columnar
 
 
 def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSpec]]:
@@ -183,9 +178,17 @@ def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar:
     with _faults_of(row_name, field):
         if "messages" in row:
             row["messages"] = clean_messages(row["messages"], _tools(row, findings, columnar), findings)
-        else:
-            _check_question(row["question"])
-        return clean_row(row, _folder(config)), findings
+        elif isinstance(question := row["question"], str):
+            if _IN_TEXT.match(question):
+                told = f"got the text {short(question)}, which is messages"
+                raise ValueError(f"question: {told}; use data.columns.messages")
+            if has_half_surrogate(question):
+                raise ValueError(f"question: it has {HALF}")
+        elif isinstance(question, bool) or not isinstance(question, int):
+            raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")
+        file = config.path or (config.source or "").partition(".py:")[0]
+        folder = Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()
+        return clean_row(row, folder), findings
 
 
 def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str, Any]:
@@ -215,18 +218,3 @@ def _tools(row: Task, findings: Findings, columnar: bool) -> Tools:
     if isinstance(given, list) and findings.nulls.dropped:
         row["tools"] = [spec.to_openai() for spec in specs]
     return {spec.name: spec for spec in specs}
-
-
-def _check_question(question: Any) -> None:
-    if isinstance(question, str):
-        if _IN_TEXT.match(question):
-            raise ValueError(f"question: got the text {short(question)}, which is messages; use data.columns.messages")
-        if has_half_surrogate(question):
-            raise ValueError(f"question: it has {HALF}")
-    elif isinstance(question, bool) or not isinstance(question, int):
-        raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")
-
-
-def _folder(config: DataConfig) -> Path:
-    file = config.path or (config.source or "").partition(".py:")[0]
-    return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()

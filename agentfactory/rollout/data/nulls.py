@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.base.messages import Message, ToolSpec
+from agentfactory.base.messages import Message, ToolSpec, referred
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired")
 _VALUES = ("default", "const", "example")
@@ -149,22 +149,9 @@ def _parts(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> I
     inner = [each for key in _COMBINED if isinstance(schema.get(key), list) for each in schema[key]]
     inner += [schema[key] for key in ("then", "else") if key in schema]
     if "$ref" in schema:
-        inner.append(_referred(schema["$ref"], root))
+        inner.append(referred(schema["$ref"], root, _ANYTHING))
     for each in inner:
         yield from _parts(each, root, seen)
-
-
-def _referred(reference: Any, root: dict[str, Any]) -> Any:
-    """Return the schema at a reference within `root`; one that allows anything if it is not there."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return _ANYTHING
-    found: Any = root
-    for name in reference.removeprefix("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
-            return _ANYTHING
-        found = found[name]
-    return found
 
 
 def _takes_null(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> bool:
@@ -179,7 +166,7 @@ def _takes_null(schema: Any, root: dict[str, Any], seen: set[int] | None = None)
         return False
     combined = [(combine, schema[key]) for key, combine in _COMBINED.items() if isinstance(schema.get(key), list)]
     if "$ref" in schema:
-        combined.insert(0, (all, [_referred(schema["$ref"], root)]))
+        combined.insert(0, (all, [referred(schema["$ref"], root, _ANYTHING)]))
     return all(combine(_takes_null(each, root, seen) for each in inner) for combine, inner in combined)
 
 

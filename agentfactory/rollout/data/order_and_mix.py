@@ -105,11 +105,8 @@ class TaskMix:
             return 0, position
         block, index = divmod(position, self._BLOCK)
         while len(self._blocks) <= block:
-            self._draw()
+            draws = random.Random(f"sources/{self.seed}/{len(self._blocks)}")
+            drawn = draws.choices(range(len(self.orders)), self.weights, k=self._BLOCK)
+            self._blocks.append((drawn, [next(self._drawn[source]) for source in drawn]))
         sources, positions = self._blocks[block]
         return sources[index], positions[index]
-
-    def _draw(self) -> None:
-        draws = random.Random(f"sources/{self.seed}/{len(self._blocks)}")
-        sources = draws.choices(range(len(self.orders)), self.weights, k=self._BLOCK)
-        self._blocks.append((sources, [next(self._drawn[source]) for source in sources]))

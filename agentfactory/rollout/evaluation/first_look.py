@@ -169,21 +169,17 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
     for kind in (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS):
         look.misuses[kind] += int(sum(chain.metrics.get(f"tool_errors/{kind}", 0) for chain in chains))
     if ended := [chain for chain in chains if not chain.outcome.failed]:
-        _note_sizes(look, ended)
+        sampled = [chain.metrics["sampled_tokens"] for chain in ended if "sampled_tokens" in chain.metrics]
+        look.tokens = fmean(sampled) if sampled else None
+        look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in ended)
+        look.seconds = fmean(chain.seconds for chain in ended)
+        for chain in ended:
+            for stretch in chain.timeline:
+                if stretch.activity is Activity.WAIT and stretch.turn is None:
+                    waited = (stretch.end - stretch.start) / len(ended)
+                    look.waits[stretch.name] = look.waits.get(stretch.name, 0.0) + waited
     _note_first_turns(look, groups)
     return look
-
-
-def _note_sizes(look: Look, chains: Sequence[Trajectory]) -> None:
-    sampled = [chain.metrics["sampled_tokens"] for chain in chains if "sampled_tokens" in chain.metrics]
-    look.tokens = fmean(sampled) if sampled else None
-    look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in chains)
-    look.seconds = fmean(chain.seconds for chain in chains)
-    for chain in chains:
-        for stretch in chain.timeline:
-            if stretch.activity is Activity.WAIT and stretch.turn is None:
-                waited = (stretch.end - stretch.start) / len(chains)
-                look.waits[stretch.name] = look.waits.get(stretch.name, 0.0) + waited
 
 
 def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:

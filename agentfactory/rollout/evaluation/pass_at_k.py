@@ -48,8 +48,13 @@ def of_mean(shares: Sequence[Share]) -> Interval | None:
     # imported late: the worker of a training run computes no intervals
     from scipy import special
 
-    half = float(special.stdtrit(len(shares) - 1, _UPPER)) * math.sqrt(_squared_error(shares))
-    return mean(shares) - half, mean(shares) + half
+    # the standard error is linearised, because tasks with failed chains have lower weights (Cochran, 1977, Sampling
+    # Techniques, equation 6.13)
+    value, tasks, weight = mean(shares), len(shares), sum(share.weight for share in shares)
+    residuals = sum((share.total - value * share.weight) ** 2 for share in shares)
+    error = math.sqrt(residuals / weight**2 * tasks / (tasks - 1))
+    half = float(special.stdtrit(tasks - 1, _UPPER)) * error
+    return value - half, value + half
 
 
 def _lower_bound(shares: Sequence[Share]) -> float:
@@ -84,14 +89,6 @@ def _chance_not_positive(coefficients: np.ndarray, counts: np.ndarray) -> float:
     angle = np.arctan(frequency * coefficients) @ counts
     size = np.log1p((frequency * coefficients) ** 2) @ counts / 2
     return float(0.5 - (np.sin(angle) * np.exp(-size)).sum() * step / math.pi)
-
-
-def _squared_error(shares: Sequence[Share]) -> float:
-    """Return the squared standard error of `mean` over tasks, linearised because tasks with failed chains have lower
-    weights (Cochran, 1977, Sampling Techniques, equation 6.13)."""
-    value, tasks, weight = mean(shares), len(shares), sum(share.weight for share in shares)
-    residuals = sum((share.total - value * share.weight) ** 2 for share in shares)
-    return residuals / weight**2 * tasks / (tasks - 1)
 
 
 # ---- metrics

@@ -59,12 +59,9 @@ def could_differ(chains: Sequence[Trajectory]) -> bool:
 
 def are_equal(chains: Sequence[Trajectory]) -> bool:
     """Return whether all chains have the same sampled tokens."""
-    first, *others = map(_sampled, chains)
+    rows = [[(np.asarray(row.token_ids), np.asarray(row.mask, dtype=bool)) for row in chain.rows] for chain in chains]
+    first, *others = ([int(token) for ids, mask in each for token in ids[mask]] for each in rows)
     return bool(first) and all(other == first for other in others)
-
-
-def _sampled(chain: Trajectory) -> list[int]:
-    return [int(token) for row in chain.rows for token in np.asarray(row.token_ids)[np.asarray(row.mask, dtype=bool)]]
 
 
 def offered(names: Sequence[str]) -> str:

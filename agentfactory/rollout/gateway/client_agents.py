@@ -1,7 +1,6 @@
 """Agents with their own loop: their interface, the inputs for a chain, and functions as agents."""
 
 import asyncio
-import difflib
 import inspect
 import json
 import logging
@@ -15,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
@@ -108,16 +107,6 @@ class Visit:
     judged: bool
     max_turns: int
     listening: Listening | None = None
-
-
-def missing_field(
-    field: str, given: str, name: str, task: Task, number: int, section: str, write: str = "{}"
-) -> SettingError:
-    """Return the error for a setting that names a field which a row lacks; `write` is its format with another field."""
-    close = difflib.get_close_matches(name, task, 1)
-    fix = f"give every row this field, or rename one by {section}.columns"
-    problem = f"got {short(given)}, but row {number} of {section} has no {name}, only {', '.join(task)}"
-    return SettingError(field, problem, f"write {write.format(close[0])}" if close else fix)
 
 
 class ClientAgent(ABC):

@@ -1,6 +1,7 @@
 """Programs as agents: a process per chain, in its own folder, which gets the model's address from its environment."""
 
 import asyncio
+import difflib
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from agentfactory.base.user_code.row_files import folder_of_files, load_files, n
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit
 from agentfactory.rollout.text.parsers.values import write_value
 from agentfactory.tools.environments.workspaces import (
     ChainProgram,
@@ -143,7 +144,11 @@ class ProgramAgent(ClientAgent):
                         problem = f"question: empty, but {field} passes it to the program"
                         raise SettingError(f"{section}, row {number}", problem, "write the task, or leave the row out")
                     if name not in task:
-                        raise missing_field(field, text, name, task, number, section, write="${{task.{}}}")
+                        close = difflib.get_close_matches(name, task, 1)
+                        problem = f"got {short(text)}, but row {number} of {section} has no {name}, only "
+                        fix = f"give every row this field, or rename one by {section}.columns"
+                        fix = f"write ${{task.{close[0]}}}" if close else fix
+                        raise SettingError(field, f"{problem}{', '.join(task)}", fix)
                 if bare := [name for name in _BARE.findall(text) if name in task]:
                     problem = f"got {short(text)}, but ${{{bare[0]}}} is not replaced"
                     raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")

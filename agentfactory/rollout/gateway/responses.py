@@ -72,7 +72,11 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
     known = [] if previous is None else stored.items(str(previous))
     if known is None:
         raise Refusal(404, "previous_response_not_found", f"previous_response_id: unknown response {previous}")
-    items = known + _with_referred(given, stored)
+    names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
+    by_id = stored.by_id() if names else {}
+    if unknown := [name for name in names if name not in by_id]:
+        raise Refusal(404, "item_not_found", f"input: unknown item {unknown[0]}")
+    items = known + [by_id[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
     if not items:
         raise wrong("input: got none; use a text, or a list with at least one item")
     kept = body.get("store") is not False
@@ -93,15 +97,6 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
         options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
         remember=remember,
     )
-
-
-def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
-    names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
-    known = stored.by_id() if names else {}
-    for name in names:
-        if name not in known:
-            raise Refusal(404, "item_not_found", f"input: unknown item {name}")
-    return [known[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:

@@ -59,15 +59,14 @@ class ChatService(Asking):
         roles = [*(message["role"] for message in turn_request.messages), "assistant"]
         tools = [spec.to_openai() for spec in turn_request.specs]
         key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])
-        if key not in self._conversations:
+        if (turns := self._conversations.pop(key, None)) is None:
             longest = self._config.max_total_tokens
             turns = RequestedTurns([], self._renderer, self._sampler, longest, f"chat{self._begun}")
-            self._conversations[key] = turns
             self._begun += 1
-        self._conversations.move_to_end(key)
+        self._conversations[key] = turns  # the last used one comes last
         if len(self._conversations) > _MOST_CONVERSATIONS:
             self._conversations.popitem(last=False)
-        return self._conversations[key]
+        return turns
 
     async def _sample(
         self, conversation: RequestedTurns, turn_request: TurnRequest, plan: Plan, most: int

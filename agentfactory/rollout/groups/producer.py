@@ -168,17 +168,14 @@ class GroupProducer:
         self._open: dict[str, OpenGroup] = {}
         self._late: asyncio.TimerHandle | None = None
         if resumed is not None:
-            self._resume(resumed)
-
-    def _resume(self, resumed: Resumed) -> None:
-        pending = {pending.place.position for pending in resumed.pending}
-        self._begun = resumed.done | resumed.passed | pending | set(resumed.again)
-        self._judged = resumed.judged
-        self._again += (Place(position, attempt=1) for position in resumed.again)
-        self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
-        self.admission.resume(len(resumed.pending))
-        for position, seen in resumed.observed:
-            self._observe(position, seen)
+            pending = {pending.place.position for pending in resumed.pending}
+            self._begun = resumed.done | resumed.passed | pending | set(resumed.again)
+            self._judged = resumed.judged
+            self._again += (Place(position, attempt=1) for position in resumed.again)
+            self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
+            self.admission.resume(len(resumed.pending))
+            for position, seen in resumed.observed:
+                self._observe(position, seen)
 
     def publish(self, published: Published) -> None:
         """Switch to new weights on the servers: later turns use them, and more groups may start."""
@@ -193,7 +190,12 @@ class GroupProducer:
             while True:
                 while self.admission.may_start():
                     self.admission.start()
-                    group = self._begin_group()
+                    place = self._take_place()
+                    number, row = self.order.place(place.position)
+                    source = self.sources[number]
+                    task, size = source.tasks[row], source.config.group_size
+                    group = OpenGroup(place, task, self.published.version, size, source.name)
+                    self._open[group.id] = group
                     group.runs = tasks.create_task(self._run_group(group))
                     # starting thousands of chains in one iteration of the event loop would block it for seconds
                     await asyncio.sleep(0)
@@ -242,15 +244,14 @@ class GroupProducer:
         else:
             # a teacher alone grades chains of any rewards, but reads texts only in whole groups
             teaches = found is not Worth.LOST and source.context is None
-        newest = self._newest(group) if self.config.late_chains is LateChains.BASELINE else None
+        newest = None
+        if self.config.late_chains is LateChains.BASELINE:
+            # the version of the newest token that can be trained
+            trained = [c for c in group.ended if self.config.outcome_policy(c.outcome) is OutcomePolicy.KEEP]
+            spans = (span for chain in trained for row in chain.rows for span in row.versions)
+            newest = max((self.versions.number(span.version) for span in spans), default=None)
         chains = len(counted(ended, self.config))
         return Candidate(group.id, group.oldest, group.state is State.COMPLETE, chains, teaches, newest)
-
-    def _newest(self, group: OpenGroup) -> int | None:
-        """Return the version of the newest token that can be trained; None if there is none yet."""
-        trained = [c for c in group.ended if self.config.outcome_policy(c.outcome) is OutcomePolicy.KEEP]
-        spans = (span for chain in trained for row in chain.rows for span in row.versions)
-        return max((self.versions.number(span.version) for span in spans), default=None)
 
     def _lacks_group_rewards(self, group: OpenGroup) -> bool:
         return self._source(group).runner.rewards.has_group_rewards and group.state is State.RUNNING
@@ -291,15 +292,6 @@ class GroupProducer:
             self.curriculum.observe(self.order.number(position), seen)
         if self.mixing is not None:
             self.mixing.observe(self.order.source(position), seen)
-
-    def _begin_group(self) -> OpenGroup:
-        place = self._take_place()
-        number, row = self.order.place(place.position)
-        source = self.sources[number]
-        task, size = source.tasks[row], source.config.group_size
-        group = OpenGroup(place, task, self.published.version, size, source.name)
-        self._open[group.id] = group
-        return group
 
     async def _run_group(self, group: OpenGroup) -> None:
         source = self._source(group)

@@ -69,7 +69,17 @@ class TeacherContext:
 
     async def _text(self, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
         if self._own is not None:
-            return await self._ask(self._own, chain, chains, task)
+            offered = {"trajectory": chain, "task": task, "trajectories": list(chains)}
+            try:
+                limit = Deadline.after(self._runner.setup.config.timeout_seconds, "rollout.timeout_seconds")
+                text = await self._own.ask(offered, {}, limit)
+                if text is not None and not isinstance(text, str):
+                    raise RewardError(f"{self._own.name} returned {text!r:.100}; it must return text, or None")
+            except RewardError as error:
+                chain.outcome, chain.error = Outcome.REWARD_ERROR, f"{FIELD}: {error}"
+                chain.reward = chain.turn_rewards = None
+                return None
+            return text
         if chain.metrics.get("success") == 1.0:
             # there is nothing to correct, and a policy that always succeeds would still drift with its own teacher
             return None
@@ -86,20 +96,6 @@ class TeacherContext:
                 return ANSWER.format(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
             case _:
                 return ERRORS.format("\n".join(chain.errors)) if chain.errors else None
-
-    async def _ask(self, own: RewardSpec, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
-        """Call a user's function for a chain; if it fails, end the chain as reward_error and return None."""
-        offered = {"trajectory": chain, "task": task, "trajectories": list(chains)}
-        try:
-            limit = Deadline.after(self._runner.setup.config.timeout_seconds, "rollout.timeout_seconds")
-            text = await own.ask(offered, {}, limit)
-            if text is not None and not isinstance(text, str):
-                raise RewardError(f"{own.name} returned {text!r:.100}; it must return text, or None")
-        except RewardError as error:
-            chain.outcome, chain.error = Outcome.REWARD_ERROR, f"{FIELD}: {error}"
-            chain.reward = chain.turn_rewards = None
-            return None
-        return text
 
     def _add(self, chain: Trajectory, text: str) -> None:
         if len(chain.rows) > 1:

@@ -88,22 +88,18 @@ def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> Mode
 def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
     """Return the coordinate system of a recipe's model, from local files; None if there is none or it is unknown. Raise
     SettingError as `view_of` does, and FileNotFoundError if the files are not on this machine."""
-    folder = model.path if os.path.isabs(model.path) else _downloaded(model.path)
+    folder = model.path
+    if not os.path.isabs(folder):
+        names = ("config.json", "preprocessor_config.json", "processor_config.json")
+        config, *processors = (try_to_load_from_cache(folder, name) for name in names)
+        if not isinstance(config, str) or not any(isinstance(file, str) for file in processors):
+            fix = f"hf download {folder} config.json preprocessor_config.json"
+            raise FileNotFoundError(f"its files are not on this machine; fix: {fix}")
+        folder = str(Path(config).parent)
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"the folder {folder} does not exist yet")
     vision = load_vision(folder, model.min_image_pixels, model.max_image_pixels)
     return view_of(folder, vision, coordinates)
-
-
-def _downloaded(name: str) -> str:
-    config, *processors = (
-        try_to_load_from_cache(name, file)
-        for file in ("config.json", "preprocessor_config.json", "processor_config.json")
-    )
-    if not isinstance(config, str) or not any(isinstance(file, str) for file in processors):
-        fix = f"hf download {name} config.json preprocessor_config.json"
-        raise FileNotFoundError(f"its files are not on this machine; fix: {fix}")
-    return str(Path(config).parent)
 
 
 def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:

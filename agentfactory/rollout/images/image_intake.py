@@ -65,16 +65,12 @@ class ShownImages:
                 raise SettingError(source, problem, "raise it")
             try:
                 for image in images:
-                    self._check(image, decodes=time.monotonic() < until)
+                    if (digest := stored_digest(image)) is not None:
+                        self.grid(digest)
+                    else:
+                        self.vision.check(*(decode(image).size if time.monotonic() < until else size_of(image)))
             except ValueError as error:
                 raise SettingError(source, f"row {number}: {error}", "correct it, or remove the row") from error
-
-    def _check(self, image: Any, decodes: bool) -> None:
-        """Raise ValueError if an image is unusable. Check only its header unless `decodes`."""
-        if (digest := stored_digest(image)) is not None:
-            self.grid(digest)
-        else:
-            self.vision.check(*(decode(image).size if decodes else size_of(image)))
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return tool messages with stored images for `data:` addresses, and text for unusable images and others."""

@@ -76,16 +76,28 @@ def state_places(
     coordinates. An entry is a box or point in pixels (`objects.bbox_type: norm1`: fractions of the sides) of the image
     with the number in `objects.image_id`. Raise SettingError with the `row` for invalid or unknown ones."""
     objects = task.get("objects")
-    has_places = isinstance(objects, dict) and objects.get("bbox") is not None
-    if not has_places or not any(MARK in text for text in texts_of(task, with_turns=True)):
+    if not isinstance(objects, dict) or objects.get("bbox") is None:
+        return task
+    if not any(MARK in text for text in texts_of(task, with_turns=True)):
         return task
     if view is None:
         raise unknown_way(model, "its rows state")
+    images, places, kind = task.get("images") or [], objects["bbox"], objects.get("bbox_type") or "real"
+    given = ModelView(Coordinates.RELATIVE1 if kind == "norm1" else Coordinates.PIXELS)
     try:
-        return _stated(task, view)
+        if kind not in ("real", "norm1"):
+            raise ValueError(f"objects.bbox_type is {kind!r}; use real for pixels, or norm1 for fractions from 0 to 1")
+        numbers = objects.get("image_id") or [0] * len(places)
+        if len(numbers) != len(places):
+            raise ValueError(f"objects.image_id has {len(numbers)} numbers, but objects.bbox has {len(places)} places")
+        said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
+        if (marks := sum(text.count(MARK) for text in texts_of(task, with_turns=True))) != len(said):
+            raise ValueError(f"objects.bbox has {len(said)} places, but its text has {MARK} {marks} times")
     except ValueError as error:
         where = "" if row is None else f"row {row}: "
         raise SettingError(section, f"{where}{error}", "correct it") from error
+    field = "question" if task.get("messages") is None else "messages"
+    return {**task, field: _filled(task[field], iter(said))}
 
 
 def unknown_way(model: str, who: str) -> SettingError:
@@ -93,22 +105,6 @@ def unknown_way(model: str, who: str) -> SettingError:
     problem = f"got auto, but {who} places in images, and the coordinate system of {model} is unknown"
     fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` tests the model"
     return SettingError("rollout.coordinates", problem, fix)
-
-
-def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
-    objects, images = task["objects"], task.get("images") or []
-    places, kind = objects["bbox"], objects.get("bbox_type") or "real"
-    if kind not in ("real", "norm1"):
-        raise ValueError(f"objects.bbox_type is {kind!r}; use real for pixels, or norm1 for fractions from 0 to 1")
-    numbers = objects.get("image_id") or [0] * len(places)
-    if len(numbers) != len(places):
-        raise ValueError(f"objects.image_id has {len(numbers)} numbers, but objects.bbox has {len(places)} places")
-    given = ModelView(Coordinates.PIXELS if kind == "real" else Coordinates.RELATIVE1)
-    said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
-    if (marks := sum(text.count(MARK) for text in texts_of(task, with_turns=True))) != len(said):
-        raise ValueError(f"objects.bbox has {len(said)} places, but its text has {MARK} {marks} times")
-    field = "question" if task.get("messages") is None else "messages"
-    return {**task, field: _filled(task[field], iter(said))}
 
 
 def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: ModelView) -> str:

@@ -102,26 +102,23 @@ class StallWatch:
             if own := loads if replica.rank is None else loads[replica.rank :][:1]:
                 load = combined(own)
                 stall.count(load.prompt_tokens + load.generation_tokens, time.monotonic())
-            self._judge(replica, stall, reason)
-
-    def _judge(self, replica: Replica, stall: Stall, reason: str | None) -> None:
-        name = f"server {replica.url}" + ("" if replica.rank is None else f", replica {replica.rank},")
-        now = time.monotonic()
-        quiet = stall.seconds(now)
-        if quiet < STALL_SECONDS:
-            if stall.reported_at is not None:
-                text = f"{name} gives tokens again, after {now - stall.reported_at:.0f} s"
-                notify(logger, f"{name} gives tokens again", text)
-                stall.reported_at = None
-        elif reason is not None and stall.reported_at is None:
-            stall.reported_at = now - quiet
-            count = len(stall.deadlines)
-            waiting = "1 request waits" if count == 1 else f"{count} requests wait"
-            text = f"{name} has given no token for {quiet:.0f} s: {waiting}, {reason}"
-            notify(logger, f"{name} gives no token", text)
-        if quiet >= self._limit and not (self._patient and reason in (None, _HELD)):
-            for deadline in stall.deadlines:
-                deadline.reschedule(asyncio.get_running_loop().time())
+            name = f"server {replica.url}" + ("" if replica.rank is None else f", replica {replica.rank},")
+            now = time.monotonic()
+            quiet = stall.seconds(now)
+            if quiet < STALL_SECONDS:
+                if stall.reported_at is not None:
+                    text = f"{name} gives tokens again, after {now - stall.reported_at:.0f} s"
+                    notify(logger, f"{name} gives tokens again", text)
+                    stall.reported_at = None
+            elif reason is not None and stall.reported_at is None:
+                stall.reported_at = now - quiet
+                count = len(stall.deadlines)
+                waiting = "1 request waits" if count == 1 else f"{count} requests wait"
+                text = f"{name} has given no token for {quiet:.0f} s: {waiting}, {reason}"
+                notify(logger, f"{name} gives no token", text)
+            if quiet >= self._limit and not (self._patient and reason in (None, _HELD)):
+                for deadline in stall.deadlines:
+                    deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _ask(self, url: str) -> tuple[list[Load], str | None]:
         """Return the load of each replica, and the likely reason for a stall; None if token counts are not reported."""

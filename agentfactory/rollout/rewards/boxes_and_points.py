@@ -56,10 +56,6 @@ def read_point(text: str) -> tuple[float, float] | None:
     return (float(found[-1][0]), float(found[-1][1])) if found else None
 
 
-def _is_box(box: Sequence[Any]) -> bool:
-    return len(box) == 4 and all(map(is_finite_number, box)) and box[0] < box[2] and box[1] < box[3]
-
-
 @dataclass(config=OPTIONS)
 class Places(Answers):
     """The options of rewards for the last box or point in the prediction, in the image of this index."""
@@ -76,7 +72,10 @@ class Places(Answers):
         given = field_of(row, self.field)
         several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
         boxes: list[Any] = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
-        if not boxes or not all(map(_is_box, boxes)):
+        fit = (
+            len(box) == 4 and all(map(is_finite_number, box)) and box[0] < box[2] and box[1] < box[3] for box in boxes
+        )
+        if not boxes or not all(fit):
             form = f"[left, top, right, bottom] in the field {self.field!r}, or a list of these"
             raise ValueError(f"needs {form}, not {given!r}")
         return boxes

@@ -126,7 +126,14 @@ class CodeTests:
         # the arguments are Python, not JSON, because functions distinguish tuples from lists
         harness = inspect.getsource(call_harness)
         result = await self._run(f"{harness}\ninf, nan = float('inf'), float('nan')\nrun({code!r}, {calls!r})\n")
-        claims = _read_claims(result.stdout)
+        claims = {}
+        for line in result.stdout.splitlines():
+            try:
+                number, value = json.loads(line)
+            except (ValueError, TypeError, RecursionError):  # boundary: a program may print anything
+                continue
+            if isinstance(number, int):
+                claims[number] = value
         expected = [call_harness.comparable(test.output) for test in tests]
         passed = sum(n in claims and same_value(claims[n], output) for n, output in enumerate(expected))
         return passed, passed == len(tests) or (self.partial and not result.timed_out)
@@ -138,18 +145,6 @@ class CodeTests:
             self._places = asyncio.Semaphore(self.concurrency)
         async with self._places:
             return await run_script(program, stdin, seconds=self.seconds, memory_mb=self.memory_mb)
-
-
-def _read_claims(stdout: str) -> dict[int, Any]:
-    claims = {}
-    for line in stdout.splitlines():
-        try:
-            number, value = json.loads(line)
-        except (ValueError, TypeError, RecursionError):  # boundary: a program may print anything
-            continue
-        if isinstance(number, int):
-            claims[number] = value
-    return claims
 
 
 def same_text(printed: str, expected: str) -> bool:

@@ -142,7 +142,12 @@ class Judge:
         return [part for part in parts if part != text_part("")]
 
     async def _ask(self, request: dict[str, Any]) -> str:
-        self._open()
+        # notebooks run several event loops in succession
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._places = asyncio.Semaphore(self.concurrency)
+            # timeout_seconds of the reward limits the time
+            self._session = open_session(self._proxy, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
         address = pinned(f"{self.url}/chat/completions")
         for attempt in range(self.retries + 1):
             if attempt:
@@ -162,14 +167,6 @@ class Judge:
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise RewardError(f"no verdict from {address}: {problem}{through(self._proxy)}")
-
-    def _open(self) -> None:
-        # notebooks run several event loops in succession
-        if self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._places = asyncio.Semaphore(self.concurrency)
-            # timeout_seconds of the reward limits the time
-            self._session = open_session(self._proxy, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
 
     async def close(self) -> None:
         """Close the connections; the next request opens new ones."""

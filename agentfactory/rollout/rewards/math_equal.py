@@ -48,16 +48,6 @@ class MathEqual(ShortAnswers):
             "strict": self.strict,
             "seconds": self.seconds,
         }
-        equal = self._compare(request)
-        return {**hit_or_miss(bool(equal)), "math_timeout": float(equal is None)}
-
-    def close(self) -> None:
-        """End the processes; the next comparison starts new ones."""
-        self._processes.close()
-
-    def _compare(self, request: dict[str, Any]) -> bool | None:
-        """Return whether the prediction equals an answer; None if the prediction took too long. Raise RewardError if no
-        answer can be parsed, or if parsing the answers takes too long."""
         try:
             with self._processes.borrowed() as process:
                 process.send(request)
@@ -71,4 +61,9 @@ class MathEqual(ShortAnswers):
             raise RewardError(f"the answers {answers} took longer than {request['seconds']:g} s to parse")
         if not known["answers"]:
             raise RewardError(f"math-verify cannot parse any of the answers {answers}")
-        return None if verdict is None else verdict["equal"]
+        equal = None if verdict is None else verdict["equal"]
+        return {**hit_or_miss(bool(equal)), "math_timeout": float(equal is None)}
+
+    def close(self) -> None:
+        """End the processes; the next comparison starts new ones."""
+        self._processes.close()

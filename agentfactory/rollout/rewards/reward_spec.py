@@ -82,7 +82,13 @@ class RewardSpec:
         timer = asyncio.timeout_at(first.until)
         try:
             async with timer:
-                return await run(partial(self.function, **_copies(wanted)))
+                # other rewards, the task's other chains and the saved group share them
+                copies = own_copy(wanted)
+                if "trajectory" in copies:
+                    copies["trajectory"] = copies["trajectory"].copied()
+                if "trajectories" in copies:
+                    copies["trajectories"] = [trajectory.copied() for trajectory in copies["trajectories"]]
+                return await run(partial(self.function, **copies))
         except Exception as error:  # boundary: a user's reward may raise anything
             if timer.expired():
                 raise RewardError(f"{self.name} took longer than {first.setting}") from None
@@ -157,16 +163,6 @@ def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Paramete
         if option not in known and not _takes_row(known):
             takes = ", ".join(parameter for parameter in known if parameter not in from_chain)
             raise SettingError(place, f"{name} has no such option", f"use one of {takes or 'none'}")
-
-
-def _copies(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Copy a reward's arguments, which other rewards, the task's other chains and the saved group share."""
-    copies = own_copy(wanted)
-    if "trajectory" in copies:
-        copies["trajectory"] = copies["trajectory"].copied()
-    if "trajectories" in copies:
-        copies["trajectories"] = [trajectory.copied() for trajectory in copies["trajectories"]]
-    return copies  # type: ignore[no-any-return]
 
 
 def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -149,7 +149,10 @@ class Rewards:
     ) -> list[str]:
         """Call every reward on a dummy answer to a task, and return the problems, with the task's number."""
         faults = []
-        made = _made_chain(task)
+        opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
+        row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
+        messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]
+        made = Trajectory("made", messages, [row], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)
         given: dict[str, Any] = {"environment": environment, "seen_images": [], "workspace": workspace}
         given["model_view"] = ModelView()
         for entry in self._entries:
@@ -242,10 +245,3 @@ def _needed(entry: RewardSpec) -> list[str]:
     known = (*entry.offered, *entry.options)
     required = [p.name for p in entry.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     return [name for name in required if name not in known]
-
-
-def _made_chain(task: Task) -> Trajectory:
-    opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
-    row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
-    messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]
-    return Trajectory("made", messages, [row], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)

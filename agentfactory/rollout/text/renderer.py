@@ -85,7 +85,14 @@ class Renderer:
         """The token that ends a text turn, and the one for a turn with calls."""
         self.stop_token_ids: list[int] = sorted({i for i in (*self.ends, eos, *eos_token_ids) if i is not None})
         self.stops = parser.stops
-        self._foreign = self._foreign_tokens()
+        # tokens that frame others' turns, without reasoning tags and end-of-turn tokens
+        self._foreign = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if (token.content in behaviour.frame or (token.special and token.content in behaviour.whole_frame))
+            and not (token.content in behaviour.turns or token.content in behaviour.tags)
+            and number not in self.stop_token_ids
+        }
         self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
@@ -132,17 +139,6 @@ class Renderer:
         if self.use is not Use.DROP:
             return messages
         return [_without_reasoning(m, self.behaviour.tags) if m["role"] == "assistant" else m for m in messages]
-
-    def _foreign_tokens(self) -> dict[int, str]:
-        """Return the tokens, by id, that frame others' turns, without reasoning tags and end-of-turn tokens."""
-        behaviour = self.behaviour
-        tokens = {
-            number: token.content
-            for number, token in self.tokenizer.added_tokens_decoder.items()
-            if token.content in behaviour.frame or (token.special and token.content in behaviour.whole_frame)
-        }
-        own = {number for number, text in tokens.items() if text in behaviour.turns or text in behaviour.tags}
-        return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         if self.images.vision is None:

@@ -1,5 +1,6 @@
 """Stop strings, which end a turn. They come from a tool-call format or a client's request."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -15,11 +16,7 @@ def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str
 def tokens_of(length: int, ids: list[int], decode: Decode) -> int:
     """Return the smallest number of leading tokens that contain the first `length` characters of the text."""
     text = decode(ids)[:length]
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if decode(ids[:middle]).startswith(text) else (middle + 1, high)
-    return low
+    return bisect_left(range(len(ids)), True, key=lambda count: decode(ids[:count]).startswith(text))
 
 
 class StopWatch:

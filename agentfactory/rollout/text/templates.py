@@ -71,7 +71,10 @@ class ChatTemplate:
         self._dummies = lru_cache(1024)(lambda calls, tools: self.render(_dummy(calls), json.loads(tools)))
         self._prompts = lru_cache(1024)(lambda tools: self.render(_QUESTION, json.loads(tools), prompt=True))
         self._turns = cached(4096, self._render_turn)
-        self._continuations = cached(4096, self._render_continuation)
+        self._continuations: Callable[[str, tuple[str, Closings]], str | None]
+        self._continuations = cached(
+            4096, lambda new, key: self.continuation(json.loads(new), json.loads(key[0]), key[1])
+        )
 
     def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
         """Render a conversation; `prompt` adds the generation prompt. Raises RenderError."""
@@ -169,10 +172,6 @@ class ChatTemplate:
         prompt = self._prompts(tools)
         text = self.render([*_QUESTION, json.loads(message)], json.loads(tools))
         return text[len(prompt) :] if text.startswith(prompt) else None
-
-    def _render_continuation(self, new: str, key: tuple[str, Closings]) -> str | None:
-        tools, closings = key
-        return self.continuation(json.loads(new), json.loads(tools), closings)
 
     def closing_of(self, text: str) -> Closing:
         """Split the text of a turn's closing. The end-of-turn token is the first added token."""

@@ -109,7 +109,13 @@ class _UsableSchema:
             if "$ref" in referring and self._is_endless(referring):
                 self._remove(referring, "$ref")
         for hole in self._holes:  # grows while it is read
-            self._remove_dependents(hole)
+            # it lost a part: remove the keywords that would refuse a value because it now accepts more
+            for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
+                hole.pop(key, None)
+            for schema, key in self._parents.pop(id(hole), []):
+                for dependent in _DEPENDENTS.get(key, ()):
+                    schema.pop(dependent, None)
+                self._holes.append(schema)
 
     def _visit(self, schema: Any, path: str) -> None:
         if not isinstance(schema, dict) or id(schema) in self._paths:
@@ -182,15 +188,6 @@ class _UsableSchema:
                     seen.add(id(child))
                     waiting.append(child)
         return False
-
-    def _remove_dependents(self, hole: dict[str, Any]) -> None:
-        """Remove keywords that would refuse a value because `hole`, which lost a part, now accepts more."""
-        for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
-            hole.pop(key, None)
-        for schema, key in self._parents.pop(id(hole), []):
-            for dependent in _DEPENDENTS.get(key, ()):
-                schema.pop(dependent, None)
-            self._holes.append(schema)
 
     def _remove(self, schema: dict[str, Any], key: str) -> None:
         value = schema.pop(key)

@@ -118,7 +118,14 @@ class _Scan:
                 position = self._outside(piece, position)
             else:
                 position = self._inside(piece, position, self._start)
-            self._measure()
+            if self._binary > BINARY_BYTES:
+                most = f"{BINARY_BYTES >> 20} MiB of images, files or info"
+                self._too_large = f"The result is too large: it has more than {most}."
+            elif self._small > _STRUCTURE * self._most or len(self._kept) - self._binary > _TEXTS * self._most:
+                most = f"{_STRUCTURE * self._most} bytes"
+                self._too_large = f"The result is too large: its JSON has more than {most}. Ask for less."
+            if self._too_large:
+                self._kept.clear()
 
     def message(self) -> bytes:
         if not self._too_large:
@@ -183,16 +190,6 @@ class _Scan:
         self._key = bytes(self._kept[start:]) if short else b""
         self._start = None
         return position + 1
-
-    def _measure(self) -> None:
-        if self._binary > BINARY_BYTES:
-            most = f"{BINARY_BYTES >> 20} MiB of images, files or info"
-            self._too_large = f"The result is too large: it has more than {most}."
-        elif self._small > _STRUCTURE * self._most or len(self._kept) - self._binary > _TEXTS * self._most:
-            most = f"{_STRUCTURE * self._most} bytes"
-            self._too_large = f"The result is too large: its JSON has more than {most}. Ask for less."
-        if self._too_large:
-            self._kept.clear()
 
 
 class _OpenText(Middle):

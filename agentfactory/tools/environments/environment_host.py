@@ -88,7 +88,17 @@ class EnvironmentHost:
         options: dict[str, Any],
         idle_seconds: float | None,
     ) -> None:
-        _check_options(environment, options)
+        label = environment.__name__
+        parameters = inspect.signature(environment).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        known = {p.name for p in named}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters) and (unknown := options.keys() - known):
+            takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
+            raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
+        if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
+            fix = "set it under `options:` (serve: --option), or make a field of the task a parameter of reset()"
+            raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
+        check_types(options, environment.__init__, "options")
         self.kind = environment
         self._name = name
         self._options = options
@@ -247,20 +257,6 @@ class EnvironmentHost:
         task = asyncio.ensure_future(work)
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
-
-
-def _check_options(environment: type[Environment], options: dict[str, Any]) -> None:
-    label = environment.__name__
-    parameters = inspect.signature(environment).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = {p.name for p in named}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters) and (unknown := options.keys() - known):
-        takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
-        raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
-    if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
-        fix = "set it under `options:` (serve: --option), or make a field of the task a parameter of reset()"
-        raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
-    check_types(options, environment.__init__, "options")
 
 
 def _now() -> float:

@@ -50,15 +50,13 @@ class ChainProgram:
         try:
             if self.template is not None:
                 await in_folder_thread(_copy, self.template, folder)
-            yield self._command(str(folder))
+            place = str(folder)
+            args = [argument.replace(CHAIN, place) for argument in self.program.args]
+            env = {key: value.replace(CHAIN, place) for key, value in (self.program.env or {}).items()}
+            cwd = str(self.program.cwd).replace(CHAIN, place)
+            yield self.program.model_copy(update={"args": args, "env": env, "cwd": cwd})
         finally:
             await in_folder_thread(remove_folder, folder)
-
-    def _command(self, folder: str) -> StdioServerParameters:
-        args = [argument.replace(CHAIN, folder) for argument in self.program.args]
-        env = {key: value.replace(CHAIN, folder) for key, value in (self.program.env or {}).items()}
-        cwd = str(self.program.cwd).replace(CHAIN, folder)
-        return self.program.model_copy(update={"args": args, "env": env, "cwd": cwd})
 
 
 async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:

@@ -118,7 +118,11 @@ def content_of(source: Any, base: Path = Path()) -> bytes:
     if isinstance(source, str):
         if source.startswith(("http:", "https:")):
             raise ValueError(f"{source[:200]} is on the web; download it, and give its path")
-        return _from_base64(source.partition(",")[2] if source.startswith("data:") else source)
+        try:
+            text = source.partition(",")[2] if source.startswith("data:") else source
+            return base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"the image is not base64: {error}") from error
     raise ValueError(f"an image is a path, bytes, base64 text or a Pillow image, and not {type(source).__name__}")
 
 
@@ -130,10 +134,3 @@ def _path_of(source: Any, base: Path) -> Path | None:
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(f"the image {path} cannot be read: {getattr(error, 'strerror', None) or error}")
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"the image is not base64: {error}") from error

@@ -193,7 +193,10 @@ class OwnServer(Server[Any]):
         if name == "reset":
             return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await self.host.call(chain, name, arguments, self._verdict)
+            parse = EnvironmentReward.parse
+            return await self.host.call(
+                chain, name, arguments, lambda value, _: _structured(parse(value, "reward()").to_json())
+            )
         if name == "take_images":
             return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
@@ -204,9 +207,6 @@ class OwnServer(Server[Any]):
 
     def _result(self, value: Any) -> mcp_types.CallToolResult:
         return result_of(value, self._most)
-
-    def _verdict(self, value: Any, held: Held) -> mcp_types.CallToolResult:
-        return _structured(EnvironmentReward.parse(value, "reward()").to_json())
 
     def _opening(self, value: Any, held: Held) -> mcp_types.CallToolResult:
         if isinstance(value, Finish):

@@ -149,7 +149,9 @@ class Connection:
             raise CallTimeout(tool, seconds) from None
         except MCPError as error:
             if servers_own(error) or isinstance(self._target, Server | MCPServer):
-                if not await self._is_forgotten():
+                # after an answer that could say so, the server may no longer know our session
+                unknown, self._unknown = self._unknown, False
+                if not unknown or await self.answers():
                     return bounded(await self._failed(client, tool, error), self._result_bytes)
             elif error.code == mcp_types.REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
@@ -182,13 +184,6 @@ class Connection:
             what = f"tool server {self.name} answered a call of {tool} with the error {error.code}, {short(text)}"
             notify(logger, f"errors of {self.name}", f"{what}; the model reads it as an error of the tool")
         return failure(CallError.TOOL_ERROR, text)
-
-    async def _is_forgotten(self) -> bool:
-        """Return whether the server no longer knows our session, after an answer that could say so."""
-        if not self._unknown:
-            return False
-        self._unknown = False
-        return not await self.answers()
 
     async def _list(self, client: Client) -> dict[str, str]:
         try:

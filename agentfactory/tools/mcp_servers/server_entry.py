@@ -98,8 +98,10 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
     expand_variables(f"{prefix}.env", config.env)
     for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
         for variable in _VARIABLE.findall(text):
-            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
-                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
+            is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
+            if f"${{{variable}}}" != CHAIN and variable not in os.environ and is_close:
+                problem = f"got {short(text)}: ${{{variable}}} is unknown"
+                raise SettingError(f"{prefix}.{field}", problem, f"did you mean {CHAIN}?")
     template = base / config.workspace if config.workspace else None
     if template is not None and prepared is not None and template.is_relative_to(prepared):
         return
@@ -171,8 +173,3 @@ async def _run(*command: str) -> tuple[int | None, str]:
             await process.wait()
     lines = said.decode(errors="replace").strip().splitlines()
     return process.returncode, lines[-1] if lines else "no message on stderr"
-
-
-def _did_you_mean(variable: str) -> str:
-    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
-    return f"did you mean {CHAIN}?" if is_close else ""

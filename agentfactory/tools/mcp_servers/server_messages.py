@@ -90,7 +90,14 @@ class Repairs:
             result, mend = message.get("result"), _MENDS.get(method)
             return message | {"result": _object(result) if mend is None else mend(result, self._tell)}
         message.pop("result", None)
-        return message | {"error": _mend_error(error, of_call=method == "tools/call")}
+        error = error if isinstance(error, dict) else {"message": error}
+        code, text, data = error.get("code"), error.get("message"), error.get("data")
+        mended = {
+            "code": code if isinstance(code, int) and not isinstance(code, bool) else 0,
+            "message": text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False),
+            "data": {_SERVERS_OWN: data} if method == "tools/call" else data,
+        }
+        return message | {"error": mended}
 
 
 def _encoded(message: dict[str, Any]) -> bytes:
@@ -146,16 +153,6 @@ async def list_tools(client: Client) -> list[Tool]:
         cursors.add(cursor)
 
 
-def _mend_error(error: Any, of_call: bool) -> dict[str, Any]:
-    error = error if isinstance(error, dict) else {"message": error}
-    code, text, data = error.get("code"), error.get("message"), error.get("data")
-    return {
-        "code": code if isinstance(code, int) and not isinstance(code, bool) else 0,
-        "message": text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False),
-        "data": {_SERVERS_OWN: data} if of_call else data,
-    }
-
-
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -194,17 +191,8 @@ def _mend_tool(tool: Any) -> dict[str, Any]:
         meta[REPAIR] = f"has no schema, but {short(schema)}; models see one without properties"
         schema = {"type": "object", "properties": {}}
     mended["inputSchema"] = schema
-    if not _fits_the_sdk(schema):
-        mended["inputSchema"], meta[_SCHEMA] = {"type": "object"}, schema
-    if isinstance(hints := tool.get("annotations"), dict):
-        known = [key for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")]
-        mended["annotations"] = {key: hints[key] for key in known}
-    return mended | ({"_meta": meta} if meta else {})
-
-
-def _fits_the_sdk(schema: dict[str, Any]) -> bool:
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    return (
+    fits_the_sdk = (
         schema.get("type") == "object"
         and isinstance(schema.get("$schema", ""), str)
         and isinstance(properties, dict)
@@ -212,6 +200,12 @@ def _fits_the_sdk(schema: dict[str, Any]) -> bool:
         and isinstance(required, list)
         and all(isinstance(name, str) for name in required)
     )
+    if not fits_the_sdk:
+        mended["inputSchema"], meta[_SCHEMA] = {"type": "object"}, schema
+    if isinstance(hints := tool.get("annotations"), dict):
+        known = [key for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")]
+        mended["annotations"] = {key: hints[key] for key in known}
+    return mended | ({"_meta": meta} if meta else {})
 
 
 def _mend_call(result: Any, tell: Tell) -> dict[str, Any]:

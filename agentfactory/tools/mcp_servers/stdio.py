@@ -170,12 +170,9 @@ def messages_of(line: bytes, repairs: Repairs) -> Sequence[SessionMessage | Exce
         if number is None:
             return [error]
         repairs.forget(number)
-        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {_reason(error)}")
+        reason = " ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)[:300]
+        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {reason}")
         return [SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))]
-
-
-def _reason(error: ValueError) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)[:300]
 
 
 async def _end(process: Process) -> None:

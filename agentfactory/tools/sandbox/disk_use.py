@@ -98,7 +98,7 @@ def _add_folder(use: DiskUse, top: int) -> None:
             except PermissionError:
                 use.lock("folder", name, "listed")
             except OSError as error:
-                if not _is_gone(error):
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     raise
             else:
                 open_folders.append((inner, []))
@@ -125,10 +125,6 @@ def _add_entries(use: DiskUse, opened: int) -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 below.append(entry.name)
     return below
-
-
-def _is_gone(error: OSError) -> bool:
-    return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
 
 
 if __name__ == "__main__":

@@ -188,13 +188,6 @@ def _files(folder: str) -> list[str]:
     return found
 
 
-def _follow_parent() -> None:
-    """Let this process end with the thread that started it. Only needed without bwrap, which does the same."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _signal.SIGKILL)
-
-
 class Worker:
     """A server that answers requests until the other end closes."""
 
@@ -291,7 +284,10 @@ def main() -> None:
     control = _socket.socket(fileno=int(descriptor))
     os.set_inheritable(int(descriptor), False)
     if follow == "follow":
-        _follow_parent()
+        # end with the thread that started this process; bwrap does the same
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _signal.SIGKILL)
     os.chdir(folder)
     os.mkdir(".tmp")
     sys.path.extend(path)

@@ -5,6 +5,7 @@ filter for multi-process programs allows processes, and sockets of the families 
 import errno
 import platform
 import struct
+from itertools import groupby
 
 # the kernel's own tables, reduced to the needs of one Python process: files in its workspace, memory, threads, signals,
 # time and pipes
@@ -114,7 +115,10 @@ def program(machine: str = platform.machine(), processes: bool = False) -> bytes
         free = ("fork", "vfork", "connect")
         allowed |= further | {name: numbers[name] for name in free if name in numbers}
     code = [_step(_LOAD, _MACHINE), _step(_EQUAL, arch, then=1), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
-    for first, last in _ranges(sorted(allowed.values())):
+    # consecutive numbers differ from their places by the same
+    for _, pairs in groupby(enumerate(sorted(allowed.values())), lambda pair: pair[1] - pair[0]):
+        consecutive = [number for _, number in pairs]
+        first, last = consecutive[0], consecutive[-1]
         code += [_step(_GREATER_EQUAL, first, otherwise=2), _step(_GREATER, last, then=1), _step(_RETURN, _ALLOW)]
     for name in ("fork", "vfork", "connect"):
         if name in numbers and not processes:
@@ -152,13 +156,3 @@ def _step(operation: int, value: int, then: int = 0, otherwise: int = 0) -> byte
 
 def _refuse(number: int) -> bytes:
     return _step(_RETURN, _ERRNO | number)
-
-
-def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    return ranges

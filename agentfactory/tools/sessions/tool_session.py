@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,15 +71,6 @@ class _Share:
     anchor: str | None = None
     """Anchor of the state after the last call; None if it is unknown."""
 
-    def note_anchor(self, result: CallToolResult) -> None:
-        """Note the anchor after a call. A failed call makes it unknown, unless the arguments were invalid."""
-        meta = result.meta or {}
-        if ANCHOR_KEY in meta:
-            given = meta[ANCHOR_KEY]
-            self.anchored, self.anchor = True, None if given is False else anchor_text(given)
-        elif result.is_error and meta.get(ERROR_KEY) != CallError.INVALID_ARGUMENTS:
-            self.anchor = None
-
 
 class ToolSession:
     """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` counts
@@ -118,7 +110,9 @@ class ToolSession:
             return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
         seconds = route.server.config.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            result = await self._ask(route, call.arguments, seconds)
+            share = self._shares[route.server.name]
+            async with share.order if route.server.environment is not None else nullcontext():
+                result = await self._request(share, route.tool, call.arguments, seconds)
         except CallTimeout:
             return _refusal(f"{call.name} did not answer within {seconds:g} s.", CallError.TIMEOUT, started)
         meta = result.meta or {}
@@ -126,7 +120,10 @@ class ToolSession:
         error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
         content = content_of(result)
         if route.check is not None and (unread := unread_of(result)):
-            _tell_unread(route, unread)
+            names = ", ".join(unread[:_NAMED_VALUES]) + (", ..." if len(unread) > _NAMED_VALUES else "")
+            server = route.server.name
+            text = f"tool server {server}: the text of {route.tool} lacks values of its structuredContent ({names})"
+            notify(logger, f"structured content of {server}", f"{text}; models read the text")
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
             # our own server does not know the prefixed name that the model uses
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
@@ -281,13 +278,6 @@ class ToolSession:
             raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
         return result
 
-    async def _ask(self, route: Route, arguments: dict[str, Any], seconds: float) -> CallToolResult:
-        share = self._shares[route.server.name]
-        if route.server.environment is None:
-            return await self._request(share, route.tool, arguments, seconds)
-        async with share.order:
-            return await self._request(share, route.tool, arguments, seconds)
-
     async def _request(
         self,
         share: _Share,
@@ -302,7 +292,12 @@ class ToolSession:
         except (CallTimeout, ToolInfrastructureError, asyncio.CancelledError):
             share.spoiled, share.anchor = True, None
             raise
-        share.note_anchor(result)
+        meta = result.meta or {}
+        if ANCHOR_KEY in meta:
+            given = meta[ANCHOR_KEY]
+            share.anchored, share.anchor = True, None if given is False else anchor_text(given)
+        elif result.is_error and meta.get(ERROR_KEY) != CallError.INVALID_ARGUMENTS:
+            share.anchor = None  # unknown
         return result
 
 
@@ -311,13 +306,6 @@ _KINDS = {kind.value: kind for kind in CallError}
 
 def _refusal(text: str, error: CallError, started: float) -> ToolResult:
     return ToolResult(text, error, time.perf_counter() - started)
-
-
-def _tell_unread(route: Route, unread: list[str]) -> None:
-    names = ", ".join(unread[:_NAMED_VALUES]) + (", ..." if len(unread) > _NAMED_VALUES else "")
-    server = route.server.name
-    text = f"tool server {server}: the text of {route.tool} lacks values of its structuredContent ({names})"
-    notify(logger, f"structured content of {server}", f"{text}; models read the text")
 
 
 def _left_out(content: Content, most: int) -> int:

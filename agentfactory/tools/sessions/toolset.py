@@ -91,7 +91,11 @@ class Toolset:
                 self._routes[name] = Route(server, tool.name, check)
                 self.specs.append(ToolSpec(name, tool.description or "", tool.input_schema))
             if unchecked:
-                _tell_unchecked(server.name, unchecked)
+                parts = [f"{tool}: {part}" for tool, parts in unchecked.items() for part in parts]
+                more = f", and {len(parts) - _NAMED_PARTS} more" if len(parts) > _NAMED_PARTS else ""
+                text = f"tool server {server.name}: calls are not checked against unusable parts of schemas, which "
+                text += f"models see unchanged: {', '.join(parts[:_NAMED_PARTS])}{more}"
+                notify(logger, f"schemas of {server.name}", text)
 
     @property
     def environments(self) -> list[str]:
@@ -185,10 +189,3 @@ class Toolset:
         """Wait until all ended chains have released their resources."""
         while self._closings:
             await asyncio.wait(self._closings)
-
-
-def _tell_unchecked(server: str, unchecked: dict[str, list[str]]) -> None:
-    parts = [f"{tool}: {part}" for tool, parts in unchecked.items() for part in parts]
-    more = f", and {len(parts) - _NAMED_PARTS} more" if len(parts) > _NAMED_PARTS else ""
-    text = f"tool server {server}: calls are not checked against unusable parts of schemas, which models see unchanged"
-    notify(logger, f"schemas of {server}", f"{text}: {', '.join(parts[:_NAMED_PARTS])}{more}")

@@ -161,7 +161,11 @@ class CheckpointWriter:
         copies = self._buffer.copy([*own, *named.values()], chain(own, gathered if self._rank == 0 else ()))
         weights.finish()
         for (key, value), copied in zip(part.items(), copies[: len(own)], strict=True):
-            part[key] = _resharded(copied, value) if isinstance(value, DTensor) else copied
+            if isinstance(value, DTensor):
+                inner, context = value.__tensor_flatten__()
+                parts = {name: getattr(value, name) for name in inner} | {"_local_tensor": copied}
+                copied = DTensor.__tensor_unflatten__(parts, context, value.size(), value.stride())
+            part[key] = copied
         model = dict(zip(named, copies[len(own) :], strict=True))
         fill = partial(self._fill, learner.policy, model, {"step": step, **info}, list(files))
         self._writing = self._thread.submit(self._write, path, part, fill, after)
@@ -259,12 +263,6 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _resharded(local: Tensor, like: DTensor) -> DTensor:
-    inner, context = like.__tensor_flatten__()
-    parts = {name: getattr(like, name) for name in inner} | {"_local_tensor": local}
-    return DTensor.__tensor_unflatten__(parts, context, like.size(), like.stride())
-
-
 class Checkpoints:
     """The checkpoints of a training loop, to save to and to resume from; every process has one. A step waits for a copy
     of the learner, but not for its writing. A checkpoint counts once it is durable: then `path` names it, and
@@ -342,8 +340,12 @@ class Checkpoints:
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
-        if main:
-            self._check_keep_best()
+        wanted, known = self._train.keep_best, {*self.train_state.metrics, *self.train_state.after}
+        if main and wanted is not None and wanted != checkpoint_folder.AUTO:
+            not_yet = self.train_state.evaluated is None and wanted.startswith("eval/")
+            if wanted not in known and not not_yet:
+                fix = f"name one of {', '.join(sorted(known))}"
+                raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)
 
     def poll(self, accelerator: Accelerator) -> None:
         """Check, without waiting, whether the checkpoint is durable; raise as `wait` does. Every process calls it."""
@@ -381,13 +383,3 @@ class Checkpoints:
         found = checkpoint_folder.checkpoints(self._folder)
         best = checkpoint_folder.find_best(found, self._train.keep_best)
         checkpoint_folder.prune(self._folder, self._train.keep_last, best.path if best else None)
-
-    def _check_keep_best(self) -> None:
-        wanted, train_state = self._train.keep_best, self.train_state
-        if wanted is None or wanted == checkpoint_folder.AUTO:
-            return
-        known = {*train_state.metrics, *train_state.after}
-        not_yet = train_state.evaluated is None and wanted.startswith("eval/")
-        if wanted not in known and not not_yet:
-            fix = f"name one of {', '.join(sorted(known))}"
-            raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)

@@ -215,7 +215,11 @@ class _Loop:
         self.checkpoints.poll(self.accelerator)
         self.acknowledge()
         waited = time.perf_counter() - started
-        ages = self.check_ages(step, groups)
+        # groups in saved files have the versions of another run
+        ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
+        most = self.recipe.rollout.max_staleness
+        if max(ages, default=0) > most and self.recipe.rollout.late_chains is not LateChains.BASELINE:
+            raise ValueError(f"step {step}: a token is {max(ages)} versions old, beyond rollout.max_staleness (a bug)")
         credit = self.credit(step, groups)
         if self.turns.server_sleeps and self.canary is not None:
             # a push proves this first, but by then the server has slept and may have lost its adapter
@@ -245,15 +249,6 @@ class _Loop:
         if source is None or self.stop.asked:
             return []
         return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
-
-    def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
-        """Count tokens by their age in versions. Raises ValueError if one is older than allowed."""
-        # groups in saved files have the versions of another run
-        ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
-        most = self.recipe.rollout.max_staleness
-        if max(ages, default=0) > most and self.recipe.rollout.late_chains is not LateChains.BASELINE:
-            raise ValueError(f"step {step}: a token is {max(ages)} versions old, beyond rollout.max_staleness (a bug)")
-        return ages
 
     def credit(self, step: int, groups: list[Group]) -> Credit:
         """Return the credit of the groups' chains. Raises ValueError if none of them can be trained."""

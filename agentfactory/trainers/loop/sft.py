@@ -48,11 +48,6 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
             raise SettingError("data.path", f"row {number}: {error}", fix) from error
         except RecursionError as error:
             raise SettingError("data.path", f"row {number}: {TOO_DEEP}", "correct it") from error
-    _tell_unlearned(tasks, rows)
-    return rows
-
-
-def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
     unread = sorted({name for task in tasks for name, value in task.items() if value not in (None, "", [], {})} - _READ)
     if unread:
         text = f"data: sft reads the columns {', '.join(sorted(_READ))}, and not {', '.join(unread)}"
@@ -63,6 +58,7 @@ def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
         notify(logger, "rows without a loss weight", f"{text} (first: row {idle[0]})", times=0)
     unknown = [0 if task.get("tools") else nulls_in_calls(task["messages"]) for task in tasks]
     tell_nulls("data", "kept", "kept in calls and learned, because the row has no tools", unknown)
+    return rows
 
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:

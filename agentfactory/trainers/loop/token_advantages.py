@@ -171,7 +171,11 @@ class Credit:
                 streams |= bounds
             if values:
                 streams["return"] = np.asarray(values[index])
-            done += _with_streams(chain.rows, streams)
+            ends = np.cumsum([len(row.targets) for row in chain.rows])[:-1]
+            parts = {name: np.split(stream, ends) for name, stream in streams.items()}
+            for number, row in enumerate(chain.rows):
+                own = {name: part[number] for name, part in parts.items()}
+                done.append(replace(row, streams=row.streams | own))
         return Credited(done, normaliser, metrics)
 
     def lines(self, step: int, rows: Sequence[TrainingRow], before: Sequence[dict[str, np.ndarray]] = ()) -> list[str]:
@@ -279,12 +283,6 @@ def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[
     kept = {name: values for name, values in streams.items() if not np.isnan(values).all()}
     noted = {name: values.astype(np.float64).round(6).tolist() for name, values in kept.items()}
     return {"row": place, "targets": row.targets.tolist()} | noted
-
-
-def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
-    ends = np.cumsum([len(row.targets) for row in rows])[:-1]
-    parts = {name: np.split(stream, ends) for name, stream in streams.items()}
-    return [replace(row, streams=row.streams | {name: p[n] for name, p in parts.items()}) for n, row in enumerate(rows)]
 
 
 def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:

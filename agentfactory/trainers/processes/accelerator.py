@@ -244,15 +244,12 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
         yield FileStore(file, world), rank, world
         return
     port = int(os.environ.get("MASTER_PORT", "29500"))
-    if rank > 0:
-        yield TCPStore(_LOOPBACK, port, world, is_master=False, timeout=timeout), rank, world
-        return
-    # torch itself binds to all interfaces, whatever the host's name
-    listener = socket.create_server((_LOOPBACK, port), backlog=max(world, 128))
-    store = TCPStore(
-        _LOOPBACK, port, world, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach()
-    )
-    yield store, rank, world
+    options: dict[str, Any] = {}
+    if rank == 0:
+        # torch itself binds to all interfaces, whatever the host's name
+        listener = socket.create_server((_LOOPBACK, port), backlog=max(world, 128))
+        options = {"multi_tenant": True, "master_listen_fd": listener.detach()}
+    yield TCPStore(_LOOPBACK, port, world, is_master=rank == 0, timeout=timeout, **options), rank, world
 
 
 register_rendezvous_handler(_SCHEME, _rendezvous)

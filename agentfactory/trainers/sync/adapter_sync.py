@@ -41,7 +41,23 @@ class LoraSync:
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
         started = time.perf_counter()
         if self._unfinished != version:
-            self._begin(version, policy, state)
+            while len(self._loaded) >= self._keep:
+                oldest, old_path = next(iter(self._loaded.items()))
+                on_each(self._servers, partial(_unload, name=oldest))
+                del self._loaded[oldest]
+                shutil.rmtree(old_path)
+            self._pushes[version] = self._pushes.get(version, 0) + 1
+            again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
+            name = f"{self._prefix}{version}{again}"
+            # written under a temporary name, because the final name contains the digest of the file
+            passing = (self._folder / f".{name}").resolve()
+            content = digest(policy.save_adapter(passing, state))
+            lock_for_others(passing)
+            path = passing.with_name(f"{name}-{content[:16]}")
+            passing.rename(path)
+            self._loaded[name] = path
+            self._last = version, name, content
+            self._unfinished = version
         on_each(self._servers, self._complete)
         self._unfinished = None
         return self._report(started)
@@ -52,25 +68,6 @@ class LoraSync:
         self._complete(find(self._servers, url))
         return self._report(started)
 
-    def _begin(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> None:
-        while len(self._loaded) >= self._keep:
-            oldest, old_path = next(iter(self._loaded.items()))
-            on_each(self._servers, partial(_unload, name=oldest))
-            del self._loaded[oldest]
-            shutil.rmtree(old_path)
-        self._pushes[version] = self._pushes.get(version, 0) + 1
-        again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
-        name = f"{self._prefix}{version}{again}"
-        # written under a temporary name, because the final name contains the digest of the file
-        passing = (self._folder / f".{name}").resolve()
-        content = digest(policy.save_adapter(passing, state))
-        lock_for_others(passing)
-        path = passing.with_name(f"{name}-{content[:16]}")
-        passing.rename(path)
-        self._loaded[name] = path
-        self._last = version, name, content
-        self._unfinished = version
-
     def _complete(self, server: ServerControl) -> None:
         """Load missing adapters, and unload others, which may remain on a server that was away. After sleep, a server
         may list adapters that it has lost (vLLM #53888), so all are loaded again."""
@@ -80,8 +77,19 @@ class LoraSync:
             if ours and (server.asleep or name not in self._loaded):
                 _unload(server, name)
         for name, path in self._loaded.items():
-            if server.asleep or listed.get(name) != str(path):
-                _load(server, name, path)
+            if not server.asleep and listed.get(name) == str(path):
+                continue
+            held = _listed(server)
+            if name in held:
+                raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
+            server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            place = _listed(server).get(name)
+            if place != str(path):
+                problem = f"serves it from {place}, not from {path}" if place else "does not list it in /v1/models"
+                raise SyncError(f"{server.url} accepted the adapter {name}, but {problem}: it was not loaded")
+            if not path.name.endswith(digest(path / WEIGHTS)[:16]):
+                problem = f"changed while {server.url} loaded it: its weights are not the trainer's"
+                raise SyncError(f"{path / WEIGHTS} {problem}")
 
     def close(self) -> None:
         """Make the servers unload the adapters, for the next run; the files stay in the run folder."""
@@ -101,19 +109,6 @@ def _unload(server: ServerControl, name: str) -> None:
     # a restarted server no longer has it
     if name in _listed(server):
         server.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-
-def _load(server: ServerControl, name: str, path: Path) -> None:
-    held = _listed(server)
-    if name in held:
-        raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
-    server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-    root = _listed(server).get(name)
-    if root != str(path):
-        listed = f"serves it from {root}, not from {path}" if root else "does not list it in /v1/models"
-        raise SyncError(f"{server.url} accepted the adapter {name}, but {listed}: it was not loaded")
-    if not path.name.endswith(digest(path / WEIGHTS)[:16]):
-        raise SyncError(f"{path / WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:

@@ -263,8 +263,10 @@ class Content:
             found = next((layout for layout in possible if self._matches(layout, workers[key], checksum)), None)
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
-            elif not possible or checksum.startswith(UNKNOWN) or (_EXPERTS.search(name) and _hides_order(checksum)):
+            elif not possible or checksum.startswith(UNKNOWN):
                 unknown.add(name)
+            elif _EXPERTS.search(name) and (":" not in checksum or checksum.startswith((f"{ON_CPU}:", f"{ON_GPU}:"))):
+                unknown.add(name)  # vLLM without our plugin, and SGLang, may have reordered them without reporting it
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
         left = set().union(*unproven.values())
@@ -345,7 +347,8 @@ class Content:
         def sha256() -> str:
             whole = layout.stack(layout.pieces)
             zeros = -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
-            return hashlib.sha256(_bytes(whole) + bytes(zeros)).hexdigest()
+            content = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return hashlib.sha256(content + bytes(zeros)).hexdigest()
 
         return self._digest(layout, ("sha256", filled), sha256)
 
@@ -359,19 +362,9 @@ class Content:
         return self._digests[key]
 
 
-def _hides_order(checksum: str) -> bool:
-    """Return whether a server (vLLM without our plugin, SGLang) may have reordered experts without reporting it."""
-    function, colon, _ = checksum.partition(":")
-    return not colon or function in (ON_CPU, ON_GPU)
-
-
 def _replica(key: str) -> str:
     """Return the replica in a checksum's key, "dp0" in "dp0:pp0:pcp0:tp0:NAME"; "" for a key without worker."""
     return key.split(":")[0] if key.startswith("dp") and ":" in key else ""
-
-
-def _bytes(weight: Tensor) -> bytes:
-    return weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _some(names: set[str]) -> str:

@@ -158,7 +158,10 @@ class NcclSync(FullSync):
         # SGLang's workers may be elsewhere than its front
         pairs = zip(servers, answers, strict=True)
         hosts = [answer.get("host") or urlsplit(server.url).hostname or "" for server, answer in pairs]
-        address, port = _own_address(hosts), _free_port()
+        address = _own_address(hosts)
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
         info = {
             "master_address": address,
             "master_port": port,
@@ -265,9 +268,3 @@ def _own_address(hosts: Iterable[str]) -> str:
     if len(found) > 1:
         raise SyncError(f"sync.backend: nccl: the servers reach this machine by different addresses: {sorted(found)}")
     return found.pop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

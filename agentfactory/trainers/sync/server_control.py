@@ -4,7 +4,6 @@ import http.client
 import json
 import logging
 import select
-import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -127,7 +126,9 @@ class ServerControl:
             if replica is not None:
                 headers[REPLICA_HEADER] = str(replica)
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
-            if not _answers_within(connection.sock, STALL_SECONDS):
+            waiting = select.poll()
+            waiting.register(connection.sock, select.POLLIN)  # it is readable, or was closed
+            if not waiting.poll(1000 * STALL_SECONDS):
                 text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
                 notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
@@ -153,10 +154,3 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _answers_within(connection: socket.socket, seconds: float) -> bool:
-    """Wait up to `seconds` until a socket is readable or closed; return whether it is."""
-    waiting = select.poll()
-    waiting.register(connection, select.POLLIN)
-    return bool(waiting.poll(1000 * seconds))

@@ -65,7 +65,8 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             "clipped": total(clipped, real),
             "corrected": total(corrected, real),
             "mismatch": gap.abs().sum(),
-            "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
+            # KL(server || trainer)
+            "mismatch_kl": losses.kl("k3", torch.zeros_like(gap), gap).sum(),
             "mixed": mixed.sum(),
             "mismatch_mixed": total(gap.abs(), mixed),
         }
@@ -157,13 +158,6 @@ def mismatch_weights(
     limited = (ratio < bounds.low) | (ratio > bounds.high)
     kept = torch.ones_like(ratio) if config.correction == "geometric_mask" else ratio
     return kept.where(~limited, 0.0), limited
-
-
-def mismatch_kl(trainer: losses.PerToken, server: losses.PerToken) -> losses.PerToken:
-    """Return the k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020,
-    "Approximating KL divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
-    difference = trainer - server
-    return difference.exp() - 1 - difference
 
 
 def mismatch_by_kind(

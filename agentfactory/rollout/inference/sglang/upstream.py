@@ -90,7 +90,16 @@ async def attach(sglang: Sglang) -> Served:
         async with asyncio.timeout(_ANSWERS_WITHIN):
             info, model = await sglang.ask("/server_info"), await sglang.ask("/model_info")
             cards = (await sglang.ask("/v1/models"))["data"]
-        _check(sglang.url, info, model)
+        replicas, quantization, mode = info["dp_size"], info["quantization"], info["disaggregation_mode"]
+        faults = (
+            (not model["is_generation"], "it serves no generation"),
+            (replicas != 1, f"it has {replicas} data-parallel replicas, whose weights SGLang updates only from disk"),
+            (quantization is not None, f"its weights are quantised ({quantization}), and cannot be proven"),
+            (mode != "null", f"it is a {mode} server of several that share turns"),
+        )
+        for found, fault in faults:
+            if found:
+                raise SettingError(FIELD, f"got {sglang.url}, but {fault}", "start SGLang without this setting")
         workers = int(info["tp_size"]) * int(info["pp_size"])
         served = Served(model["model_path"], int(cards[0]["max_model_len"]), workers, info["device"] != "cpu")
         # a trainer that died may have left it paused, and the first sync replaces its weights
@@ -108,19 +117,6 @@ async def attach(sglang: Sglang) -> Served:
         told = str(error) if isinstance(error, ApiError) else repr(error)
         raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {told}", fix) from error
     return served
-
-
-def _check(url: str, info: Json, model: Json) -> None:
-    replicas, quantization, mode = info["dp_size"], info["quantization"], info["disaggregation_mode"]
-    faults = (
-        (not model["is_generation"], "it serves no generation"),
-        (replicas != 1, f"it has {replicas} data-parallel replicas, whose weights SGLang updates only from disk"),
-        (quantization is not None, f"its weights are quantised ({quantization}), and cannot be proven"),
-        (mode != "null", f"it is a {mode} server of several that share turns"),
-    )
-    for found, fault in faults:
-        if found:
-            raise SettingError(FIELD, f"got {url}, but {fault}", "start SGLang without this setting")
 
 
 async def _check_turns(sglang: Sglang) -> None:

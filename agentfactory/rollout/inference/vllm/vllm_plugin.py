@@ -118,7 +118,16 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _pack_again(self.model)
+            # repack what vLLM on a CPU uses as packed copies but does not repack at a reload: the head of a model with
+            # tied embeddings, which owns none of the loaded weights, and experts, which are reloaded unpacked
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            for module in self.model.modules():
+                weight = getattr(module, "weight", None)
+                if hasattr(module, "cpu_linear") and isinstance(weight, Tensor) and weight.ndim == 2:
+                    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+                if hasattr(module, "w13_weight"):
+                    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
 
     def shutdown(self) -> None:
         """Do nothing."""
@@ -129,19 +138,6 @@ def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
-
-
-def _pack_again(model: torch.nn.Module) -> None:
-    """Repack the weights that vLLM on a CPU uses as packed copies but does not repack at a reload: the head of a model
-    with tied embeddings, which owns none of the loaded weights, and experts, which are reloaded unpacked."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, Tensor) and weight.ndim == 2:
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-        if hasattr(module, "w13_weight"):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
 
 
 def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:

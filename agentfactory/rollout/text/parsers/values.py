@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from agentfactory.base.messages import referred
+
 KINDS: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 KINDS |= dict.fromkeys((int, float), "a number")
 """JSON type -> its name in messages to the model."""
@@ -148,12 +150,7 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
         options = schema.get(key)
         for option in options if isinstance(options, list) else []:
             yield from _types(option, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, dict) else None
-        yield from _types(target, root, depth + 1)
+    yield from _types(referred(schema.get("$ref"), root), root, depth + 1)
 
 
 _PYTHON: dict[str, Any] = {"null": type(None), "boolean": bool, "integer": int, "number": (int, float)}
