@@ -9,9 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
+from tests.http_pages import serving
 from tests.project import load_and_check
 from tests.server_process import listening
 from tests.worlds.opening import Open
@@ -70,23 +69,10 @@ PAGES = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(PAGES.get(self.path, "").encode())
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with serving(lambda request: (200, {"Content-Type": "text/html"}, PAGES.get(request.path, "").encode())) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture
