@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,12 +27,9 @@ from tests.http_pages import serving
 from tests.project import load_and_check
 from tests.server_process import listening
 from tests.worlds.opening import Open
-from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player
+from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player, needs_chromium
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
-]
+pytestmark = needs_chromium
 SIZE = {"width": 320, "height": 240}
 TALL = "<body style='height: 100vh'>"
 PAGES = {
