@@ -205,7 +205,7 @@ $(QWEN): .venv-agents/bin/mini
 
 test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini $(QWEN)
 	AGENTFACTORY_MINI=$(abspath .venv-agents/bin/mini) AGENTFACTORY_QWEN=$(abspath $(QWEN)) \
-		$(PYTEST) -n 0 -m long tests/test_mini_swe_agent.py tests/test_qwen_code.py $(ARGS)
+		$(PYTEST) -n 0 -m long tests/test_command_line_agents.py $(ARGS)
 
 # inspect-ai and lm-eval as they are, on a checkpoint behind `serve --chat`, in an environment of their own.
 .venv-harnesses/.installed:

@@ -16,6 +16,12 @@ LEAST, MOST = 20, 300
 """Token ids used for text in rows."""
 
 
+def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
+    """An image of random colours."""
+    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
 class Album:
     """A factory of images and rows for a model of tests.vision_models."""
 
@@ -28,8 +34,7 @@ class Album:
 
     def image(self, width: int, height: int, seed: int = 0) -> tuple[str, tuple[int, int, int]]:
         """Store an image of random colours, and return its digest and grid."""
-        small = np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8)
-        image = self.vision.fit(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+        image = self.vision.fit(picture(seed, width, height))
         return self.store.put(image), self.vision.grid(image)
 
     def text(self, count: int) -> list[int]:

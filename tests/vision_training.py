@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from accelerate import Accelerator
 
+from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.config import TrainRecipe
@@ -39,6 +41,15 @@ class SeeingRun:
         row = self.album.row(self.album.text(9), self.album.image(120, 90), self.album.text(9), 40)
         made = [training_row(row, sign) for sign in (1.0, -0.5)]
         update_policy(self.learner, self.learner.deal([row for row in made if row is not None]), self.recipe)
+
+    def check(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Assert that each version's weights are proven by their content."""
+        for version in range(STEPS + 1):
+            proof = self.push(version)
+            self.train()
+        assert proof["sync/canary_noise"] < 1e-4
+        assert proof["sync/canary_slope"] == pytest.approx(1.0, abs=0.01)
+        assert not [record for record in caplog.records if notice_of(record)]
 
     def push(self, version: int) -> dict[str, float]:
         learner = self.learner

@@ -22,6 +22,12 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def settle() -> None:
+    """Let the tasks of the running loop go on for some steps."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 def pass_time(seconds: float) -> None:
     """Set the running loop's clock forward; callbacks due by then run next."""
     loop = asyncio.get_running_loop()

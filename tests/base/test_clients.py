@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from agentfactory.base.http.clients import AnswerError, answer_within, open_session
 from agentfactory.rollout.inference.http_transport import Connection, LostError
@@ -49,14 +50,8 @@ async def hostile(seen: list[str]) -> AsyncIterator[str]:
     app.router.add_route("*", "/elsewhere", elsewhere)
     app.router.add_route("*", "/said", said)
     app.router.add_get("/odd/v1/models", lambda _: said_models(seen))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
 
 
 async def said_models(seen: list[str]) -> web.Response:

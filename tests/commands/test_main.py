@@ -21,12 +21,8 @@ pytestmark = pytest.mark.processes
 # overrides, or a change of the recipe (`old => new`), and the message: field, value and fix
 BROKEN = [
     ("1e-5 => 1e-5, lr: 3", r"recipe\.yaml: train\.lr: .*'lr'"),
-    ("steps => stepz", r"train\.stepz: .*did you mean train\.steps\?"),
     ("learning_rate=1e-3", r"command line: learning_rate: .*train\.learning_rate"),
-    ("1e-5 => abc", r"recipe\.yaml: train\.learning_rate: .*'abc'.*valid number"),
-    ("steps: 10 => steps: '10'", r"train\.steps: .*write it without quotes: 10"),
     ("model.lora=8", r"model\.lora: .*8.*indented"),
-    ("train.steps=0", r"train\.steps: .*0.*greater than 0"),
     ("model.dtype=fp8", r"model\.dtype: .*'fp8'.*'bfloat16'"),
     ("path: model,  => ", r"recipe\.yaml: model\.path: missing.*Hub name or folder"),
     ("data.path=none.jsonl", r"data\.path: .*none\.jsonl.*no such file"),
@@ -53,9 +49,7 @@ BROKEN = [
     ("tools=[none.py:search]", r"tools\.0: .*none\.py.*FILE\.py:NAME"),
     ("tools=[my_tools.py:plain]", r"tools\.0: .*my_tools\.py:plain.*@tool"),
     ("rewards=[my_tools.py:plain]", r"rewards\.0: .*my_tools\.py:plain.*@reward"),
-    ("rewards=[]", r"rewards: .*empty.*Environment"),
     ("data=null", r"data: missing.*data\.path"),
-    ("mcp_servers.a.command=no-such-program", r"mcp_servers\.a\.command: .*no-such-program"),
     (
         "tools=[] rollout.agent={command: [no-agent, '${task.question}']}",
         r"command line: rollout\.agent\.command\.0: .*no program 'no-agent'.*fix: install it",
@@ -98,8 +92,6 @@ BROKEN = [
     ("server.host=0.0.0.0", r"server\.host: .*'0\.0\.0\.0'.*127\.0\.0\.1"),
     ("server.url=localhost:8000", r"server\.url: .*'localhost:8000'.*http://"),
     ("server.url=[http://a:1,http://a:1]", r"server\.url: .*each server once"),
-    ("steps: 10 => steps: 10, steps: 20", r"recipe\.yaml: .*'steps'.*twice"),
-    ("train: { => train: [", r"recipe\.yaml.*not YAML.*line 8"),
     ("seed", r"'seed'.*key=value"),
     ("rollout.on_outcome={reward_error: mask}", r"on_outcome\.reward_error: got mask.*use drop or retry"),
 ]

@@ -13,6 +13,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import conversation_of, load_tasks
 from tests.conftest import REPOSITORY
 from tests.data_corpus.cases import CASES, CONVERTED, Case, Rows
+from tests.data_corpus.fuzz import fuzz
 
 
 def loaded(config: DataConfig, sft: bool) -> Rows:
@@ -50,3 +51,13 @@ def test_the_functions_of_the_page_convert_rows_of_other_projects(name: str, tmp
     source = f"{tmp_path}/my_rows.py:{name.partition(',')[0]}"
     config = DataConfig(source=source, options={"path": str(tmp_path / "rows.jsonl"), **options})
     assert loaded(config, sft=True) == [{"messages": messages, "tools": tools}]
+
+
+@pytest.mark.extended
+def test_mutants_are_trained_as_they_are_or_named(tmp_path: Path) -> None:
+    """In a short run of the fuzzer."""
+    fuzzer = fuzz(seed=39, seconds=0, folder=tmp_path / "data", steps=400)
+    assert not fuzzer.faults, "\n".join(fuzzer.faults[:3])
+    assert sum(fuzzer.found.values()) == 400
+    trained = sum(count for outcome, count in fuzzer.found.items() if "trained: " in outcome)
+    assert trained > 50, fuzzer.found

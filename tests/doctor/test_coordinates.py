@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
 
 from agentfactory.base.findings import Finding, Severity
@@ -87,15 +88,9 @@ async def asked(folder: Path, kind: str, way: Coordinates) -> list[Finding]:
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
     app.add_routes([web.get("/v1/models", server.models)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        recipe = recipe_of(folder, model, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    async with TestServer(app) as served:
+        recipe = recipe_of(folder, model, str(served.make_url("")).rstrip("/"))
         return await asyncio.to_thread(lambda: list(check_coordinates(recipe)))
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,10 +5,9 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference import concurrency
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.http_pages import serving
 from tests.project import load_and_check
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -47,25 +47,12 @@ def levels(findings: Iterable[Finding]) -> set[Severity]:
 def answering(answers: dict[str, object], key: str) -> Iterator[str]:
     """The address of an HTTP server that gives these JSON answers, to those who know the key, and else 401."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            allowed = self.headers["Authorization"] == f"Bearer {key}"
-            body = json.dumps(answers[self.path] if allowed else {"error": "no"}).encode()
-            self.send_response(200 if allowed else 401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        allowed = request.headers["Authorization"] == f"Bearer {key}"
+        return 200 if allowed else 401, {}, json.dumps(answers[request.path] if allowed else {"error": "no"}).encode()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(answer) as url:
+        yield url
 
 
 def described(model: str, routes: Iterable[str]) -> dict[str, object]:

@@ -2,12 +2,11 @@
 
 They come from PyPI: OpenAI's and Anthropic's SDKs, LangGraph, smolagents."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.learn.runs import SEEDS, agentfactory, assert_risen, read_json
+from tests.learn.runs import SEEDS, agentfactory, assert_risen, lines_of, read_json
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "own_agents"
 STEPS = 25
@@ -21,8 +20,7 @@ def test_an_agent_learns_as_it_is(agent: str, tmp_path: Path) -> None:
     summary = read_json(output / "summary.json")
     assert_risen(summary, by=0.5, figures=("success", "greedy"))
     assert summary["greedy_after"] >= 0.95
-    steps = [json.loads(line) for line in (output / "grpo" / "metrics.jsonl").open(encoding="utf-8")]
-    steps = [step for step in steps if "loss" in step]
+    steps = [step for step in lines_of(output / "grpo") if "loss" in step]
     assert max(step["mismatch/max"] for step in steps) < 1e-3
     assert max(step["trajectory/rows"] for step in steps) < 1.01
     assert max(step["trajectory/gateway/unmatched_turns"] for step in steps) < 0.01

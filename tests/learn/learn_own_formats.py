@@ -1,13 +1,12 @@
 """Part of `make learn`: gpt-oss and a DeepSeek network hunt treasure by the quickstart's way, each in its own format,
 on every seed of the variable SEEDS."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from agentfactory.rollout.groups.group_files import read_groups
-from tests.learn.runs import SEEDS, assert_risen, read_json, shortened, train
+from tests.learn.runs import SEEDS, assert_risen, lines_of, read_json, shortened, train
 
 FORMATS = {"gpt_oss": "harmony", "deepseek": "deepseek_v31"}
 PREPARE = Path(__file__).with_name("own_formats.py")
@@ -25,8 +24,7 @@ def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: in
     assert second["parser"] == FORMATS[model]
     # conversations of data are judged with their tools, as chains are
     assert first["reasons"] == second["reasons"]
-    lines = [json.loads(line) for line in (tmp_path / "grpo" / "run" / "metrics.jsonl").open(encoding="utf-8")]
-    steps = [line for line in lines if "mismatch/max" in line]
+    steps = [line for line in lines_of(tmp_path / "grpo" / "run") if "mismatch/max" in line]
     # the server's log-probabilities are the trainer's
     assert max(step["mismatch/max"] for step in steps) < 1e-3
     chains = [

@@ -1,17 +1,17 @@
-"""Part of `make learn`: the quickstart reverses a bad habit on every seed of the variable SEEDS, with an adapter,
-with trainer and server in turns, by teachers, and by each algorithm of the variable ALGORITHMS, whose metrics are left
-in the folder of the variable CURVES, if it is set (draw_curves.py).
+"""Part of `make learn`: the quickstart reverses a bad habit on every seed of the variable SEEDS, with an adapter, on
+rounded weights, ahead of training (`python benchmarks/staleness.py` has all seeds, stalenesses and algorithms), with
+trainer and server in turns, by teachers, and by each algorithm of the variable ALGORITHMS, whose metrics are left in
+the folder of the variable CURVES, if it is set (draw_curves.py).
 
 Its name keeps it out of `make test`."""
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.learn.runs import FULL, SEEDS, agentfactory, assert_risen, read_json, shortened, train
+from tests.learn.runs import FULL, SEEDS, agentfactory, assert_risen, lines_of, read_json, shortened, train
 
 HELD_OUT_TASKS = 200
 
@@ -23,8 +23,7 @@ def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
     assert_risen(summary, by=0.6, figures=("success", "greedy"))
     assert summary["success_after"] >= 0.85
     assert summary["greedy_after"] >= 0.95
-    evaluated = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").open(encoding="utf-8")][-1]
-    assert evaluated["eval/sampled/truncated_turns"] < 0.02
+    assert lines_of(tmp_path / "run" / "grpo")[-1]["eval/sampled/truncated_turns"] < 0.02
 
     agentfactory("eval", str(tmp_path / "run" / "recipe.yaml"), "--checkpoint", summary["checkpoint"])
     again = read_json(tmp_path / "run" / "eval" / "summary.json")
@@ -37,11 +36,35 @@ def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
 def test_an_adapter_learns_too(tmp_path: Path, habit: Path) -> None:
     summary = train("grpo-lora.yaml", SEEDS[0], tmp_path, *shortened(f"model.path={habit}"))
     assert_risen(summary, full=0.70)
-    stage = Path(summary["checkpoint"]).parents[1]
-    lines = [json.loads(line) for line in (stage / "metrics.jsonl").open(encoding="utf-8")]
+    lines = lines_of(Path(summary["checkpoint"]).parents[1])
     model = (habit / "model.safetensors").stat().st_size
     # only the adapter travels
     assert 0 < max(line.get("sync/bytes", 0) for line in lines) < model / 4
+
+
+ROUNDED = {
+    "int8": "server.quantization=int8",
+    "int4": "server.quantization=int4",
+    # QLoRA, beside a plain server
+    "nf4": "model.lora.quantization=nf4",
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_it_learns_all_the_same_on_rounded_weights(tmp_path: Path, habit: Path, kind: str) -> None:
+    """Success is the server's: what it samples with rounded weights under the trained adapter."""
+    summary = train("grpo-lora.yaml", SEEDS[0], tmp_path, *shortened(f"model.path={habit}", ROUNDED[kind]))
+    assert_risen(summary, full=0.80)
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_training_ahead_learns_too(tmp_path: Path, habit: Path, staleness: int) -> None:
+    ahead = (f"rollout.max_staleness={staleness}", "rollout.concurrency=512")
+    summary = train("grpo.yaml", SEEDS[0], tmp_path, *shortened(f"model.path={habit}", *ahead))
+    assert_risen(summary, full=0.85)
+    assert summary["warnings"] == []
+    steps = [line for line in lines_of(Path(summary["checkpoint"]).parents[1]) if "loss" in line]
+    assert sum(line["staleness/mean"] for line in steps) / len(steps) > staleness / 2
 
 
 def test_taking_turns_on_one_device_changes_nothing(tmp_path: Path, habit: Path) -> None:
@@ -49,9 +72,7 @@ def test_taking_turns_on_one_device_changes_nothing(tmp_path: Path, habit: Path)
     overrides = shortened(f"model.path={habit}", "placement.mode=time_share")
     summary = train("grpo.yaml", SEEDS[0], tmp_path, *overrides)
     assert_risen(summary, full=0.85)
-    stage = Path(summary["checkpoint"]).parents[1]
-    steps = [json.loads(line) for line in (stage / "metrics.jsonl").open(encoding="utf-8")]
-    steps = [line for line in steps if "loss" in line]
+    steps = [line for line in lines_of(Path(summary["checkpoint"]).parents[1]) if "loss" in line]
     assert all(line["seconds/sleep"] > 0 and line["seconds/wake"] > 0 for line in steps)
     assert max(line["staleness/max"] for line in steps) == 0
     assert max(line["mismatch/max"] for line in steps) < 1e-3

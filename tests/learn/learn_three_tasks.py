@@ -1,13 +1,12 @@
 """Part of `make learn`: one agent learns three tasks."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import REPOSITORY
-from tests.learn.runs import SEEDS, agentfactory, read_json, shortened
+from tests.learn.runs import SEEDS, agentfactory, lines_of, read_json, shortened
 
 RECIPE = REPOSITORY / "recipes" / "three_tasks"
 TOOLS = {"hunt": {"move"}, "code": {"python"}, "search": {"search", "open", "find"}}
@@ -17,8 +16,7 @@ CHANCE = 13.8
 
 
 def success(run: Path) -> dict[str, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "eval/sampled/source/hunt/success" in line][-1]
+    last = [line for line in lines_of(run) if "eval/sampled/source/hunt/success" in line][-1]
     return {name: last[f"eval/sampled/source/{name}/success"] for name in TOOLS}
 
 

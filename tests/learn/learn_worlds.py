@@ -26,6 +26,7 @@ class World:
     short_by: float | None = None
     figures: tuple[str, ...] = ("success",)
     most_before: float = 1.0
+    least_greedy: float = 0.0
 
 
 def steps(count: int) -> tuple[str, ...]:
@@ -79,6 +80,8 @@ WORLDS: dict[str, tuple[World, Any]] = {
         ),
         (),
     ),
+    # a vision-language network learns to look closer
+    "zoom": (World("zoom/zoom", steps(25), figures=BOTH, least_greedy=0.8), ()),
 }
 
 
@@ -98,3 +101,5 @@ def test_an_agent_learns(tmp_path: Path, seed: int, world: World) -> None:
     assert_risen(summary, full=world.full, by=by, figures=world.figures)
     if world.most_before < 1.0:
         assert max(summary["success_before"], summary["greedy_before"]) <= world.most_before
+    if world.least_greedy > 0.0:
+        assert summary["greedy_after"] >= world.least_greedy

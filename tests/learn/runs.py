@@ -22,6 +22,11 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def lines_of(stage: Path) -> list[dict]:
+    """The lines of a run folder's metrics.jsonl."""
+    return [json.loads(line) for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def shortened(*overrides: str, steps: int = SHORT_STEPS) -> list[str]:
     """`overrides`, and fewer steps unless in full length."""
     return [*overrides, *([] if FULL else [f"train.steps={steps}"])]

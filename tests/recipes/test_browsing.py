@@ -15,7 +15,7 @@ from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.known_engines import Wikipedia
 from tests.conftest import REPOSITORY
 from tests.project import load_and_check
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import call, scripted_chains
 from tests.worlds.browse.site import PAGES, PRIVATE, Handler, site
 
 pytestmark = pytest.mark.processes
@@ -30,10 +30,6 @@ def recipe() -> Recipe:
     loaded = load_and_check(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
     assert isinstance(loaded, Recipe)
     return loaded
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.fixture

@@ -1,18 +1,12 @@
 """The click recipe: its page, and the seeds of its tasks."""
 
-import shutil
-
-import pytest
-
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.screen import Screen
 from tests.conftest import REPOSITORY
+from tests.worlds.screens.players import needs_chromium
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
-]
+pytestmark = needs_chromium
 
 find_boxes, named, HELD_OUT, PAGE, SHOWN, SIDE, TRAINED, VIEW = (
     load_object(f"prepare.py:{name}", REPOSITORY / "recipes" / "screens")

@@ -1,6 +1,5 @@
 """The recipes for image questions: chains on our own images, with their tools, prompts and rewards."""
 
-import json
 from pathlib import Path
 
 import datasets
@@ -16,6 +15,7 @@ from agentfactory.tools.images.decode import decode
 from tests.conftest import REPOSITORY
 from tests.project import load_and_check
 from tests.recipes.chains import chain_of
+from tests.scripted_chains import call
 from tests.vision_models import make_vision_model
 
 FOLDER = REPOSITORY / "recipes" / "image_questions"
@@ -63,11 +63,9 @@ async def test_a_chain_looks_closer_and_is_judged(recipe: Recipe, tmp_path: Path
     view = view_of(recipe.model.path, load_vision(recipe.model.path, None, 300_000))
     box = [int(edge) for edge in view.from_pixels(task.get("box", [100, 100, 400, 400]), images[0].size)]
     name = "image_zoom_in_tool" if search else "zoom"
-    call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'bbox_2d': box}})}\n</tool_call>"
     answer = task["answer"] if search else task["answer"][0]
-    chain = await chain_of(
-        recipe, FOLDER, task, [f"<think>Where?</think>{call}", f"<answer>{answer}</answer>"], tmp_path
-    )
+    texts = [f"<think>Where?</think>{call(name, bbox_2d=box)}", f"<answer>{answer}</answer>"]
+    chain = await chain_of(recipe, FOLDER, task, texts, tmp_path)
     assert chain.outcome is Outcome.COMPLETED, chain.error
     assert chain.metrics["success"] == 1
     assert chain.reward == pytest.approx(2.0 if search else 1.1)

@@ -313,15 +313,7 @@ async def test_an_update_under_a_turn_is_no_fault() -> None:
 
 async def test_a_server_without_the_newest_adapter_is_restored() -> None:
     server = Server(refuse(404, "The model `run-v3` does not exist."), turn)
-    async with connected(server) as client:
-        restored = []
-
-        async def restore(url: str) -> bool:
-            restored.append(url)
-            return True
-
-        await client.check_routes()
-        client.recovery.restore = restore
+    async with trained(server, version=3) as (client, restored):
         client.recovery.published = Published(3, "run-v3", "run-v3")
         await client.generate(PROMPT, "run-v3", SAMPLING)
         assert restored == [server.url]

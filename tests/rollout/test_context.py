@@ -1,5 +1,6 @@
 """Context policies: the model's view of a long chain, in rows that match the server's requests to the token."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,10 @@ import pytest
 
 from agentfactory.rollout.chains.context import is_long
 from agentfactory.rollout.config import ContextConfig, RolloutConfig
-from agentfactory.rollout.trajectory import Outcome
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_tokenizers import STRIPS_REASONING
+from tests.scripted_chains import call as hermes_call
 from tests.scripted_chains import scripted_chains
-
-
-def call(text: str) -> str:
-    return f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
 
 
 def test_when_a_policy_acts() -> None:
@@ -27,10 +25,17 @@ def test_when_a_policy_acts() -> None:
     assert not is_long(74, config(policy="summarize", keep_turns=0))
 
 
-async def prompt_lengths(folder: Path, texts: list[str], template: str | None = None) -> list[int]:
-    async with scripted_chains(folder, texts, template=template) as chains:
-        await chains.run()
-        return [len(request["token_ids"]) for request in chains.server.requests]
+call = partial(hermes_call, "note")
+
+
+async def play(
+    folder: Path, texts: list[str], template: str | None = None, **rollout: Any
+) -> tuple[Trajectory, list[str], list[int]]:
+    """A chain, its prompts and their lengths."""
+    async with scripted_chains(folder, texts, template=template, rollout=rollout) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+        return trajectory, chains.sent(), [len(request["token_ids"]) for request in chains.server.requests]
 
 
 TEMPLATES = pytest.mark.parametrize("template", [None, STRIPS_REASONING])
@@ -38,19 +43,10 @@ TEMPLATES = pytest.mark.parametrize("template", [None, STRIPS_REASONING])
 
 @TEMPLATES
 async def test_truncate_leaves_old_turns_out_of_a_new_row(tmp_path: Path, template: str | None) -> None:
-    texts = [call(f"<think>{n}</think>" if template else f"{n} and more") for n in range(7)] + ["done"]
-    limit = (await prompt_lengths(tmp_path, texts, template))[3]
-    fields = {
-        "rollout": {
-            "max_turns": 12,
-            "max_total_tokens": (4 * limit + 2) // 3,
-            "context": {"policy": "truncate", "keep_turns": 1},
-        }
-    }
-    async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-        sent = chains.sent()
+    texts = [call(text=f"<think>{n}</think>" if template else f"{n} and more") for n in range(7)] + ["done"]
+    limit = (await play(tmp_path, texts, template))[2][3]
+    fields = {"max_total_tokens": (4 * limit + 2) // 3, "context": {"policy": "truncate", "keep_turns": 1}}
+    trajectory, sent, _ = await play(tmp_path, texts, template, max_turns=12, **fields)
     assert trajectory.outcome is Outcome.COMPLETED
     assert len(trajectory.rows) > 2
     assert len(trajectory.turn_spans()) == trajectory.turns == 8
@@ -66,15 +62,12 @@ async def test_truncate_leaves_old_turns_out_of_a_new_row(tmp_path: Path, templa
 @TEMPLATES
 @pytest.mark.parametrize("keep", [0, 1])
 async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, template: str | None, keep: int) -> None:
-    calls = [call(f"entry {word} with some more words") for word in ("one", "two", "three")]
-    limit = (await prompt_lengths(tmp_path, [*calls, "done"], template))[3]
-    texts = [*calls, "All is well.", call("four"), "done"]
+    calls = [call(text=f"entry {word} with some more words") for word in ("one", "two", "three")]
+    limit = (await play(tmp_path, [*calls, "done"], template))[2][3]
+    texts = [*calls, "All is well.", call(text="four"), "done"]
     context = {"policy": "summarize", "keep_turns": keep}
-    fields = {"rollout": {"max_turns": 9, "max_total_tokens": (4 * limit + 2) // 3, "context": context}}
-    async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-        sent = chains.sent()
+    fields = {"max_turns": 9, "max_total_tokens": (4 * limit + 2) // 3, "context": context}
+    trajectory, sent, _ = await play(tmp_path, texts, template, **fields)
     assert trajectory.outcome is Outcome.COMPLETED
     assert ContextConfig.prompt in sent[3]
     assert "noted entry three" in sent[3], "the summary knows the last answer"
@@ -92,12 +85,9 @@ async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, tem
 
 
 async def test_what_no_policy_can_shorten_overflows(tmp_path: Path) -> None:
-    (opening,) = await prompt_lengths(tmp_path, ["done"])
+    (opening,) = (await play(tmp_path, ["done"]))[2]
     for policy in ("truncate", "summarize"):
-        context = {"policy": policy, "keep_turns": 3}
-        fields = {"rollout": {"max_total_tokens": (4 * (opening + 10)) // 3, "context": context}}
-        async with scripted_chains(tmp_path, [call("one")] * 3, **fields) as chains:
-            trajectory = await chains.run()
-            chains.check(trajectory)
+        fields = {"max_total_tokens": (4 * (opening + 10)) // 3, "context": {"policy": policy, "keep_turns": 3}}
+        trajectory, _, _ = await play(tmp_path, [call(text="one")] * 3, **fields)
         assert trajectory.outcome is Outcome.CONTEXT_OVERFLOW
         assert trajectory.turns == len(trajectory.turn_spans())

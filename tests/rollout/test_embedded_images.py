@@ -27,6 +27,7 @@ from agentfactory.tools.images.lru_cache import ByteCache
 from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
+from tests.vision_rows import picture
 
 pytestmark = pytest.mark.numbers
 
@@ -56,11 +57,6 @@ def started(model: Path, **options: Any) -> tuple[Engine, Any, int]:
     """An engine, another network of its model, and the image token."""
     engine = make_engine(model, **options)
     return engine, load(model), encoder_of(engine).images.vision.image_token_id
-
-
-def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
-    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
-    return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def hold(engine: Engine, *images: Image.Image) -> list[HeldImage]:

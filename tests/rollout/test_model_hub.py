@@ -3,11 +3,9 @@
 import json
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from huggingface_hub.utils import close_session
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout import model_hub
 from agentfactory.rollout.model_hub import HubName, check_answers, check_names, use_hub_if_it_answers
+from tests.http_pages import serving
 
 MODEL = HubName("model.path", "an-organisation/a-model", "model")
 ROWS = HubName("data.path", "an-organisation/rows", "dataset")
@@ -26,31 +25,10 @@ ROWS = HubName("data.path", "an-organisation/rows", "dataset")
 @contextmanager
 def hub(status: int, headers: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a hub, and a proxy, that gives this answer to every request."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            about = {"id": MODEL.name, "modelId": MODEL.name, "gated": False, "siblings": [], "tags": []}
-            body = json.dumps(about).encode() if self.command == "GET" else b""
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_HEAD = do_CONNECT = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    about = {"id": MODEL.name, "modelId": MODEL.name, "gated": False, "siblings": [], "tags": []}
+    body = json.dumps(about).encode()
+    with serving(lambda request: (status, headers or {}, body if request.command == "GET" else b"")) as url:
+        yield url
 
 
 @contextmanager

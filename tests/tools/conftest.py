@@ -1,8 +1,9 @@
 """Fixtures that serve the objects of scratchpad.py over each transport."""
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from agentfactory.base.messages import ToolCall
 from agentfactory.tools.environments import environment_host
 from agentfactory.tools.mcp_servers import recipe_server as tool_server
 from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset
 
 FOLDER = Path(__file__).parent
 NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
@@ -61,6 +63,19 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
     assert result.error is None, result
     assert isinstance(result.content, str)
     return result.content
+
+
+async def check_own_words(toolset: Toolset, chains: Iterable[int], **first: Any) -> None:
+    """Assert that each of parallel chains finds nothing written, and then its own word. `first` goes to the first
+    call."""
+
+    async def live(number: int) -> tuple[str, str]:
+        async with toolset.chain(str(number), {}) as session:
+            found = await ask(session, "read", **first)
+            await ask(session, "write", word=str(number))
+            return found, await ask(session, "read")
+
+    assert await asyncio.gather(*map(live, chains)) == [("nothing", str(number)) for number in chains]
 
 
 @pytest.fixture(scope="session")

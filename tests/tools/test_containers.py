@@ -1,6 +1,5 @@
 """Tests of a server in a real container, if docker or podman works: state, death and removal."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.mcp_servers.server_entry import find_program
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.tools.conftest import ask, recipe_of
+from tests.tools.conftest import ask, check_own_words, recipe_of
 
 pytestmark = pytest.mark.processes
 
@@ -70,20 +69,12 @@ async def test_chains_in_containers(image: tuple[str, str], folder: Path) -> Non
         return run(program, "ps", "-aq", "--filter", f"name=agentfactory-{server}-").stdout.split()
 
     async with open_toolset(recipe_of(**{server: entry}), folder) as toolset:
-
-        async def live(number: int) -> tuple[str, str]:
-            async with toolset.chain(str(number), {}) as session:
-                first = await ask(session, "read")
-                await ask(session, "write", word=str(number))
-                return first, await ask(session, "read")
-
-        assert await asyncio.gather(*map(live, range(4))) == [("nothing", str(number)) for number in range(4)]
-
+        await check_own_words(toolset, range(4))
         async with toolset.chain("killed", {}) as session:
             assert await ask(session, "read") == "nothing"
             for container in alive():
                 run(program, "kill", container)
             with pytest.raises(ToolInfrastructureError, match=f"tool server {server} died"):
                 await ask(session, "read")
-        assert await live(5) == ("nothing", "5")
+        await check_own_words(toolset, [5])
     assert alive() == []

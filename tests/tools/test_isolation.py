@@ -17,8 +17,10 @@ from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools import conftest
-from tests.tools.conftest import ROLES, ask, recipe_of, running
+from tests.tools.conftest import ROLES, ask, check_own_words, recipe_of, running
 from tests.waiting import until
+
+pytestmark = pytest.mark.processes
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES}
@@ -55,7 +57,6 @@ async def gauges_of(toolset: Toolset) -> dict[str, float]:
 
 
 @pytest.mark.extended
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "chains"),
     [("in process", 1000), pytest.param("subprocess", 1000, marks=pytest.mark.long), ("http sessions", 100)],
@@ -111,22 +112,12 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
     assert set(children()) <= before
 
 
-@pytest.mark.processes
 async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
     async with open_toolset(recipe_of(pad={**NOTEBOOK, "pool": {"capacity": 2, "warm": 1}}), folder) as toolset:
-
-        async def live(number: int) -> tuple[str, str]:
-            async with toolset.chain(str(number), {}) as session:
-                first = await ask(session, "read", seconds=0.01)
-                await ask(session, "write", word=str(number))
-                return first, await ask(session, "read")
-
-        results = await asyncio.gather(*(live(number) for number in range(12)))
-        assert results == [("nothing", str(number)) for number in range(12)]
+        await check_own_words(toolset, range(12), seconds=0.01)
         assert (await at_rest(toolset))["recycled"] == 12
 
 
-@pytest.mark.processes
 async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder: Path) -> None:
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset:
@@ -138,7 +129,6 @@ async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder:
         assert (await at_rest(toolset))["broken"] == 1
 
 
-@pytest.mark.processes
 async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
     entry = {**NOTEBOOK, "deny": [], "pool": {"capacity": 2}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("other", {}) as other:
@@ -154,7 +144,6 @@ async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
         assert (gauges["in_use"], gauges["broken"]) == (1, 1)
 
 
-@pytest.mark.processes
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
     one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2}}
     two = {**one, "prefix": "second_", "pool": {"capacity": 1}}
@@ -172,7 +161,6 @@ async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder
     assert not any(counted)
 
 
-@pytest.mark.processes
 async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_started_anew(folder: Path) -> None:
     port = reserved_port()
     roles = {"reset": "write", "reward": None, "close": None}
@@ -193,7 +181,6 @@ async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_
                 assert (await at_rest(toolset))["broken"] > 0
 
 
-@pytest.mark.processes
 async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe_server, "memory_of", lambda pid: 200 << 20)
     records: list[dict[str, Any]] = []

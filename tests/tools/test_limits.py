@@ -17,7 +17,7 @@ from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.calls import limits
 from agentfactory.tools.calls.limits import ChainAccount, ChainLimits, Rates, check_limits
 from tests.conftest import REPOSITORY
-from tests.waiting import pass_time
+from tests.waiting import pass_time, settle
 
 WORDS = "one two three four five six"
 SEARCH, ANOTHER = ("search", 0, 0.0), ("another", 0, 0.0)
@@ -143,12 +143,11 @@ def test_result_tokens() -> None:
     result = chain.settle(call(), ToolResult(WORDS, None, 0.1, finish=True, info={"pages": 3}))
     assert result == ToolResult("one two three [...]", None, 0.1, finish=True, info={"pages": 3})
     assert breached(chain) == {"limits/result_tokens": 1}
-    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     first, second = ({"type": "text", "text": text} for text in ("one two three four", "five six"))
-    parts: Content = [image, first, image, second]
+    parts: Content = [IMAGE, first, IMAGE, second]
     result = chain.settle(call(), ToolResult(parts))
-    assert result.content == [image, {"type": "text", "text": "one two three [...]"}, image], "the texts together"
-    assert chain.settle(call(), ToolResult([image])).content == [image]
+    assert result.content == [IMAGE, {"type": "text", "text": "one two three [...]"}, IMAGE], "the texts together"
+    assert chain.settle(call(), ToolResult([IMAGE])).content == [IMAGE]
     with pytest.raises(ValueError, match=r"limits\.result_tokens: .*tokenizer"):
         ChainAccount(chain.config, Rates({}))
 
@@ -246,11 +245,6 @@ def calls(*names: str) -> list[ToolCall]:
     return [ToolCall(f"call_{index}", name, {}) for index, name in enumerate(names)]
 
 
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the clock, so that only `pass_time` advances it."""
     loop = asyncio.get_running_loop()
@@ -276,7 +270,7 @@ class Tools:
             if call.name in self.gates:
                 await self.gates[call.name].wait()
         except asyncio.CancelledError:
-            await settled()  # like a session that notifies its server
+            await settle()  # like a session that notifies its server
             self.cancelled.append(call.name)
             raise
         self.ended.append(call.name)
@@ -286,12 +280,12 @@ class Tools:
 async def test_calls_of_a_turn_run_side_by_side_and_answer_in_order() -> None:
     chain, tools = runner(seconds_per_call={"b": 7}), Tools("a", "b", "c")
     running = asyncio.create_task(chain.run(calls("a", "b", "c"), tools.call))
-    await settled()
+    await settle()
     assert tools.begun == ["a", "b", "c"]
     assert tools.given == [None, 7, None]
     for name in ("c", "a", "b"):
         tools.gates[name].set()
-        await settled()
+        await settle()
     assert tools.ended == ["c", "a", "b"]
     assert [result.content for result in await running] == ["a", "b", "c"]
     assert await chain.run([], tools.call) == []
@@ -301,7 +295,7 @@ async def test_a_stop_refuses_what_has_not_begun_and_lets_finish_what_runs() -> 
     chain = runner(calls_per_tool={"b": 1}, on_breach={"calls_per_tool": {"action": "stop"}})
     tools = Tools("a")
     running = asyncio.create_task(chain.run(calls("a", "b", "b", "c"), tools.call))
-    await settled()
+    await settle()
     assert tools.begun == ["a", "b"]
     tools.gates["a"].set()
     contents = [result.content for result in await running]
@@ -319,7 +313,7 @@ async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch
     stop_clock(monkeypatch)
     chain, tools = runner(tool_seconds=0.05), Tools("slow", "slower")
     running = asyncio.create_task(chain.run(calls("slow", "slower", "quick"), tools.call))
-    await settled()
+    await settle()
     pass_time(0.05)
     first, second, third = await running
     assert (first.error, second.error, third.content) == (CallError.LIMIT, CallError.LIMIT, "quick")
@@ -335,7 +329,7 @@ async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch
 async def test_cancelling_ends_all_calls() -> None:
     chain, tools = runner(), Tools("a", "b")
     running = asyncio.create_task(chain.run(calls("a", "b"), tools.call))
-    await settled()
+    await settle()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -16,7 +16,7 @@ from agentfactory.base.config import PoolConfig
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments import pool as pool_module
 from agentfactory.tools.environments.pool import Pool
-from tests.waiting import until
+from tests.waiting import settle, until
 
 
 class Thing:
@@ -72,11 +72,6 @@ class Factory:
 
     def pool(self, **config: Any) -> Pool[Thing]:
         return Pool("pads", self.make, PoolConfig(**config), reset=self.reset, healthy=self.healthy, retire=self.retire)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def counts(pool: Pool[Thing]) -> tuple[float, ...]:

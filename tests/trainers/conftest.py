@@ -15,8 +15,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
 
 VOCABULARY = 64
@@ -96,6 +99,14 @@ def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
 
     names = [f"group-{number}" for number in range(count)]
     return [Group(name, {"question": name}, [chain(f"{name}/{i}") for i in range(size)]) for name in names]
+
+
+def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
+    credit = Credit(groups, recipe)
+    scores = needed_scores(recipe)
+    credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
+    update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
+    learner.schedule.step()
 
 
 @pytest.fixture(scope="module")

@@ -15,31 +15,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.files.disk import DiskError
-from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints import checkpoint
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints, CheckpointWriter
 from agentfactory.trainers.checkpoints.checkpoint_folder import verify
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
-from agentfactory.trainers.update.policy_update import update_policy
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
-from tests.trainers.conftest import Make, make_groups, on_cpu
+from tests.trainers.conftest import Make, make_groups, on_cpu, take_step
 
 pytestmark = pytest.mark.numbers
 
 
 SETTINGS: dict[str, dict[str, Any]] = {"full": {}, "adapter": {"lora": {"rank": 2}}, "critic": {"algorithm": "ppo"}}
-
-
-def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
-    credit = Credit(groups, recipe)
-    rows = learner.score(credit.rows, {"value"}) if learner.has_critic else credit.rows
-    credited = credit.assign(rows)
-    update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
-    learner.schedule.step()
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:

@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.offload import Offload
-from agentfactory.trainers.update.policy_update import update_policy
-from tests.trainers.conftest import Make, make_groups, on_cpu
+from tests.trainers.conftest import Make, make_groups, on_cpu, take_step
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
@@ -25,14 +21,6 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "nf4": ({"rank": 2, "quantization": "nf4"}, {}),
 }
 """`model.lora`, and fields of `train`."""
-
-
-def step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
-    credit = Credit(groups, recipe)
-    scores = needed_scores(recipe)
-    credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
-    update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
-    learner.schedule.step()
 
 
 def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
@@ -53,13 +41,13 @@ def test_training_does_not_notice(make_recipe: Make, name: str) -> None:
     batches = [make_groups(2, 3, seed) for seed in range(3)]
     plain = Learner(recipe, on_cpu())
     for batch in batches:
-        step(plain, recipe, batch)
+        take_step(plain, recipe, batch)
     learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
     for batch in batches:
         offload.to_host()
         offload.to_device()
-        step(learner, recipe, batch)
+        take_step(learner, recipe, batch)
     offload.to_host()
     torch.testing.assert_close(dict(kept(learner)), dict(kept(plain)), atol=0, rtol=0)
 
@@ -85,7 +73,7 @@ def test_the_devices_memory_is_given_back(make_recipe: Make, name: str) -> None:
     recipe = make_recipe(lora, steps=9, batch_size=2, **train)
     learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
-    step(learner, recipe, make_groups(2, 3))
+    take_step(learner, recipe, make_groups(2, 3))
     device = memory(learner)
     assert len(device) > 20
     assert ("nf4" in name) == any(key.endswith("nested") for key in device)
@@ -95,7 +83,7 @@ def test_the_devices_memory_is_given_back(make_recipe: Make, name: str) -> None:
     offload.to_device()
     device = memory(learner)
     # copies of frozen tensors stay in host memory, and are not repeated
-    step(learner, recipe, make_groups(2, 3, seed=1))
+    take_step(learner, recipe, make_groups(2, 3, seed=1))
     offload.to_host()
     assert [key for key, storage in device.items() if not storage.expired()] == []
     again = dict(addresses(learner))

@@ -1,9 +1,9 @@
-"""Weight sync with the embedded engine, over HTTP: new weights arrive, and missing weights are detected."""
+"""Weight sync with the embedded engine, over HTTP: new weights arrive, also of a vision tower, and missing weights are
+detected."""
 
 import errno
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +23,12 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import WeightSync, served_models
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
+from tests.server_process import serve
 from tests.trainers.conftest import Make
 from tests.trainers.scored import disturb
+from tests.vision_models import KINDS, make_vision_model
+from tests.vision_training import SeeingRun
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -59,10 +63,7 @@ def test_full_weights_arrive(make_recipe: Make, server: ServerControl, tmp_path:
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
         # the last version's file stays, for a restarted server; the previous one is deleted meanwhile
-        deadline = time.monotonic() + 20
-        while (found := [child.name for child in tmp_path.iterdir()]) != [str(version)]:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.01)
+        wait_for(lambda name=str(version): [child.name for child in tmp_path.iterdir()] == [name])
         disturb(policy, version)
     sync.close()
     assert list(tmp_path.iterdir()) == []
@@ -208,3 +209,11 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
             assert {call.args[1] for call in posts.call_args_list} <= {"/weight_checker"}
     with pytest.raises(ServerGoneError):
         sync.push(3, policy, policy.gather())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_server_sees_with_the_trained_tower(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An image that the server has cached is encoded again."""
+    model = {"path": str(make_vision_model(tmp_path / "model", kind)), "dtype": "float32"}
+    with serve({"model": model, "server": {"engine": "embedded", "max_model_len": 512}}, tmp_path) as url:
+        SeeingRun(tmp_path, url).check(caplog)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.lora import TokenNeeds, adapters_off, find_alike, rows_of
@@ -25,6 +24,7 @@ from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
+from tests.engine_runs import check, decode
 from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.conftest import make_row, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
@@ -212,22 +212,15 @@ def test_the_embedded_engine_serves_the_rows(dead: Path, needs: TokenNeeds, tmp_
     engine = Engine(AutoModelForCausalLM.from_pretrained(dead), max_num_seqs=4, max_model_len=64)
     adapter = engine.adapters.load("rows", str(tmp_path))
     prompts = [ids_with(needs)[number % 2].numpy() for number in range(4)]
-    requests = []
-    for number, prompt in enumerate(prompts):
-        request = Request(prompt, 3, lambda request: None)
-        request.adapter = adapter if number in (1, 3) else None
-        requests.append(request)
-        engine.add(request)
-    while engine.busy:
-        engine.step()
+    requests = decode(engine, prompts, 3, adapters=(None, adapter))
     base = AutoModelForCausalLM.from_pretrained(dead)
     for number, request in enumerate(requests):
+        if request.adapter is None:
+            check(base, request, 1e-4)
+            continue
         ids = torch.tensor([[*prompts[number], *request.tokens]])
         places = torch.arange(len(prompts[number]), ids.shape[1])
-        if number in (1, 3):
-            expected = policy(ids, places - 1, ids[0][places])[0]
-        else:
-            expected = base(ids).logits[0, places - 1].log_softmax(-1).gather(-1, ids[0][places, None]).squeeze(-1)
+        expected = policy(ids, places - 1, ids[0][places])[0]
         torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-4, rtol=0)
 
 

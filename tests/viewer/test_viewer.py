@@ -5,10 +5,8 @@ import math
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -20,6 +18,7 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.rollout.trajectory import Group
 from agentfactory.viewer.charts import charts
+from tests.http_pages import serving
 from tests.saved_groups import old_line
 from tests.viewer.browsing import api, ask, command, opened, run_id, trajectory, view, viewing
 from tests.viewer.viewer_runs import (
@@ -400,39 +399,22 @@ def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page
     assert dialogs == []
 
 
-class Elsewhere(BaseHTTPRequestHandler):
-    """A page of another origin, which asks the viewer in every way that a page can."""
-
-    viewer = ""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("content-type", "text/html")
-        self.end_headers()
-        page = f"""<iframe src="{self.viewer}"></iframe><img id="image" src="{self.viewer}api/state">
-            <script src="{self.viewer}api/state"></script><script src="{self.viewer}elements.js"></script>
-            <script>window.asked = Promise.all(['cors', 'no-cors'].map(mode =>
-                fetch('{self.viewer}api/state', {{mode}}).then(r => r.text()).catch(() => 'blocked')));</script>"""
-        self.wfile.write(page.encode())
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
+ELSEWHERE = """<iframe src="VIEWER"></iframe><img id="image" src="VIEWERapi/state">
+<script src="VIEWERapi/state"></script><script src="VIEWERelements.js"></script>
+<script>window.asked = Promise.all(['cors', 'no-cors'].map(mode =>
+    fetch('VIEWERapi/state', {mode}).then(r => r.text()).catch(() => 'blocked')));</script>"""
+"""A page of another origin, which asks the viewer in every way that a page can."""
 
 
 def test_other_origins_get_nothing(viewer: str, page: "Page") -> None:
-    Elsewhere.viewer = viewer
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
+    elsewhere = ELSEWHERE.replace("VIEWER", viewer).encode()
     answers: list[tuple[str, int]] = []
     page.on(
         "response", lambda response: response.url.startswith(viewer) and answers.append((response.url, response.status))
     )
-    try:
-        page.goto(f"http://127.0.0.1:{other.server_port}/")
+    with serving(lambda _: (200, {"Content-Type": "text/html"}, elsewhere)) as other:
+        page.goto(other)
         got = page.evaluate("window.asked")
-    finally:
-        other.shutdown()
-        other.server_close()
     assert set(got) <= {"blocked", ""}
     assert page.evaluate("typeof make") == "undefined"
     assert page.frames[1].evaluate("() => document.body.innerText").find("AgentFactory") < 0

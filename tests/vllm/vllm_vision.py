@@ -4,11 +4,9 @@ are transformers' own, and it is sent what the rows hold."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +26,8 @@ from agentfactory.rollout.token_row import Row
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model
+from tests.vision_rows import picture
+from tests.worlds.images.test_decode import file_of
 
 SAMPLING = Sampling("policy", 0.7, "c0")
 TOKENS = 40
@@ -74,17 +74,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     limit = None if request.param in OWN else 100 * (32 if request.param == "qwen3_vl" else 28) ** 2
     with serving(request.param, tmp_path_factory.mktemp("vllm-vision"), server, limit) as served:
         yield served
-
-
-def picture(seed: int, size: tuple[int, int]) -> Image.Image:
-    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
-    return small.resize(size, Image.Resampling.BICUBIC)
-
-
-def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 @torch.no_grad()
@@ -134,12 +123,12 @@ async def take(served: Served, images: list[Any], text: str = "What is shown?") 
 
 
 async def test_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
-    clear = picture(0, (300, 200)).convert("RGBA")
+    clear = picture(0, 300, 200).convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize(clear.size))
     turned = Image.Exif()
     turned[0x0112] = 6
-    first = [file_of(clear), file_of(picture(1, (260, 130)), "JPEG", exif=turned.tobytes())]
-    second = [picture(2, (5, 990)), picture(3, (1400, 1000))]
+    first = [file_of(clear), file_of(picture(1, 260, 130), "JPEG", exif=turned.tobytes())]
+    second = [picture(2, 5, 990), picture(3, 1400, 1000)]
     async with InferenceClient(served.url) as client:
         for _ in range(2):  # the second time, the prefixes are cached
             messages = await take(served, first)
@@ -159,7 +148,7 @@ async def test_two_turns_with_two_images_each(served: Served, tmp_path: Path) ->
 @pytest.mark.parametrize("size", [(20, 700), (700, 20), (1, 1), (60, 60)])
 async def test_images_of_any_size_are_read_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
     async with InferenceClient(served.url) as client:
-        messages = await take(served, [picture(4, size)])
+        messages = await take(served, [picture(4, *size)])
         row = Row()
         extend(served, row, messages, messages)
         await sample(served, client, row, 0)
@@ -168,7 +157,7 @@ async def test_images_of_any_size_are_read_as_the_row_has_them(served: Served, s
 
 async def test_images_it_does_not_know_are_sent_again(served: Served) -> None:
     async with InferenceClient(served.url) as client:
-        messages = await take(served, [picture(50, (128, 128)), picture(51, (128, 96))])
+        messages = await take(served, [picture(50, 128, 128), picture(51, 128, 96)])
         row = Row()
         extend(served, row, messages, messages)
         client._sent_to(served.url, None).note(row.images)
@@ -199,11 +188,11 @@ async def test_images_that_cannot_be_used_are_refused(served: Served) -> None:
 
 
 async def test_images_of_tools_are_read(served: Served) -> None:
-    [crop] = await take(served, [picture(6, (90, 60))], "a crop")
+    [crop] = await take(served, [picture(6, 90, 60)], "a crop")
     result = ToolResult(crop["content"])
     call = ToolCall("call_0", "zoom", {})
     async with InferenceClient(served.url) as client:
-        messages = await take(served, [picture(5, (64, 64))])
+        messages = await take(served, [picture(5, 64, 64)])
         row = Row()
         extend(served, row, messages, messages)
         await sample(served, client, row, 0)

@@ -3,11 +3,9 @@ own Chromium, whose screenshots the model gets."""
 
 import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -16,6 +14,7 @@ from PIL import Image
 
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome
+from tests.http_pages import serving
 from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.third_party_servers import playwright
@@ -48,34 +47,20 @@ def square_of(number: int) -> tuple[int, int]:
     return 200 + 100 * (number % 4), 300 + 200 * (number // 4)
 
 
-class Pages(BaseHTTPRequestHandler):
-    """A server of each chain's page that records the running server and browser processes."""
-
-    family: set[psutil.Process] = set()
-
-    def do_GET(self) -> None:
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if child.name() in ("node", "chromium"):
-                    Pages.family.add(child)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        if number := re.fullmatch("/([0-9]+)", self.path):
-            left, top = square_of(int(number[1]))
-            colour = COLOURS[int(number[1])]
-            self.wfile.write(PAGE.format(number=number[1], left=left, top=top, colour=colour).encode())
-
-    def log_message(self, format: str, *args: Any) -> None: ...
+FAMILY: set[psutil.Process] = set()
+"""The server and browser processes that ran when a page was asked for."""
 
 
-@contextmanager
-def pages() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+def page_of(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.name() in ("node", "chromium"):
+                FAMILY.add(child)
+    page = ""
+    if number := re.fullmatch("/([0-9]+)", request.path):
+        left, top = square_of(int(number[1]))
+        page = PAGE.format(number=number[1], left=left, top=top, colour=COLOURS[int(number[1])])
+    return 200, {"Content-Type": "text/html"}, page.encode()
 
 
 def turns(address: str, number: int) -> list[str]:
@@ -95,7 +80,7 @@ def turns(address: str, number: int) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_eight_chains_see_their_own_pages(playwright: dict[str, Any], tmp_path: Path, kind: str) -> None:
     path = make_vision_model(tmp_path / "model", kind)
-    with pages() as address:
+    with serving(page_of) as address:
 
         def said(prompt: str) -> str:
             [number] = re.findall("This is chain ([0-9]+)", prompt)
@@ -125,8 +110,8 @@ async def test_eight_chains_see_their_own_pages(playwright: dict[str, Any], tmp_
                 assert colour_at(picture, left + 50, top + 50) == "#000000"
                 assert colour_at(picture, 900, 900) == colour
             assert f"chain{number}=1 / chain{number}" in text_of(told[-1]["content"])
-    assert len(Pages.family) > 2 * CHAINS, "each has a server and the processes of its Chromium"
-    wait_for(lambda: not any(process.is_running() for process in Pages.family))
+    assert len(FAMILY) > 2 * CHAINS, "each has a server and the processes of its Chromium"
+    wait_for(lambda: not any(process.is_running() for process in FAMILY))
 
 
 def colour_at(picture: Image.Image, x: int, y: int) -> str:

@@ -8,7 +8,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -19,16 +18,12 @@ from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.image_tokens import PatchVision
 from agentfactory.tools.images.coordinates import SizeRule
 from tests.vision_models import KINDS, make_vision_model
+from tests.vision_rows import picture
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     return str(make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param))
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
-    return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def vision_of(model: str, **limits: int) -> PatchVision:
@@ -99,7 +94,7 @@ def test_limits_that_no_size_keeps_are_told():
 @pytest.mark.parametrize("size", [(5, 990), (990, 5), (20, 700), (64, 64), (301, 200), (1, 1), (3000, 2000)])
 def test_the_processor_leaves_an_image_as_it_was_resized(model, size):
     vision = vision_of(model)
-    fitted = vision.fit(picture(*size))
+    fitted = vision.fit(picture(0, *size))
     made = PixelMaker(model, vision).make(fitted)
     pixels, grids = made["pixel_values"], made["image_grid_thw"]
     processor = AutoImageProcessor.from_pretrained(model, backend="pil")
@@ -108,7 +103,7 @@ def test_the_processor_leaves_an_image_as_it_was_resized(model, size):
     assert tuple(grids[0].tolist()) == vision.grid(fitted)
     assert len(pixels) == vision.tokens(vision.grid(fitted)) * vision.merge_size**2
     # and resizes the original to the same
-    theirs = processor(images=[picture(*size)], return_tensors="pt")
+    theirs = processor(images=[picture(0, *size)], return_tensors="pt")
     assert torch.equal(theirs["image_grid_thw"], grids)
     torch.testing.assert_close(theirs["pixel_values"], pixels, atol=2.1 / 127, rtol=0)
 
@@ -117,7 +112,7 @@ def row_with_images(vision: PatchVision, sizes: list[tuple[int, int]]):
     ids, images = [20, 21], []
     for number, size in enumerate(sizes):
         ids += [30 + number, vision.image_token_id, 40]
-        images.append((f"{number:032x}", vision.grid(vision.fit(picture(*size)))))
+        images.append((f"{number:032x}", vision.grid(vision.fit(picture(0, *size)))))
     return [*ids, 22, 23, 24], images
 
 
@@ -154,6 +149,6 @@ def test_positions_are_those_of_transformers(model):
 
 def test_limits_of_pixels_replace_the_processors(model):
     small = vision_of(model, max_pixels=vision_of(model).min_pixels)
-    assert small.tokens(small.grid(small.fit(picture(500, 500)))) == 4
+    assert small.tokens(small.grid(small.fit(picture(0, 500, 500)))) == 4
     with pytest.raises(SettingError, match="max_image_pixels"):
         vision_of(model, min_pixels=10_000, max_pixels=5_000)

@@ -21,6 +21,8 @@ from tests.command_line_agents import call
 from tests.scripted_chains import scripted_chains
 from tests.worlds.harbor.test_harbor import NO_REWARD, STANDARD, make, opened, rows
 
+pytestmark = pytest.mark.processes
+
 CONTENT, SECRET = "what-the-machine-holds", "planted-key-of-the-machine"
 WRITE = """for f; do
 chmod 777 "$f"; if [ -d "$f" ]; then echo made > "$f/made"; elif [ ! -p "$f" ]; then echo changed >> "$f"; fi
@@ -367,7 +369,6 @@ async def played(row: dict[str, Any], seen: list[str]) -> None:
         seen += contents(shell.workspace)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 async def test_a_hostile_folder_reaches_nothing_outside(name: str, place: Place) -> None:
     told, build = CASES[name]
@@ -390,7 +391,6 @@ async def test_a_hostile_folder_reaches_nothing_outside(name: str, place: Place)
         assert json.dumps(NO_REWARD) in seen
 
 
-@pytest.mark.processes
 async def test_a_folder_that_changes_after_the_check(place: Place) -> None:
     place.write("environment/data/file")
     place.copies("COPY --chmod=777 data /app/data")
@@ -402,7 +402,6 @@ async def test_a_folder_that_changes_after_the_check(place: Place) -> None:
     assert state(place.outside) == before
 
 
-@pytest.mark.processes
 async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,7 +424,6 @@ async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     assert not [text for text in (*saved, json.dumps(row), repr(trajectory), caplog.text) if SECRET in text]
 
 
-@pytest.mark.processes
 async def test_a_variable_that_is_named_but_missing_where_the_chain_runs_is_named(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from agentfactory.tools.images.decode import decode, size_of
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
 
 
-def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
+def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

@@ -1,7 +1,6 @@
 """Images of other tools get numbers, so `image_tools` can work on them."""
 
 import base64
-import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
+from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.vision_models import make_vision_model
 
@@ -122,10 +122,6 @@ async def test_numbers_go_on_through_all_tools(first: str, tmp_path: Path) -> No
 
 async def test_a_model_zooms_into_what_another_tool_has_shown(tmp_path: Path) -> None:
     model = str(make_vision_model(tmp_path / "model", "qwen3_vl"))
-
-    def call(name: str, **arguments: Any) -> str:
-        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
     turns = [call("look", width=300, height=200), call("zoom", bbox_2d=[0, 0, 500, 500], img_idx=1), "done"]
     async with seeing(model, tmp_path, turns, tools=["looking.py:look", "image_tools"]) as chains:
         chain = await chains.run(images=[Image.fromarray(noise(0))])

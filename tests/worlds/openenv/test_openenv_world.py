@@ -43,6 +43,17 @@ async def act(session: ToolSession, seconds: float | None = None, **action: Any)
     return await session.call(ToolCall("1", "act", {"action": action}), seconds)
 
 
+async def check_waiting(tasks: list[dict[str, Any]], chains: int) -> None:
+    """Assert that a pool makes chains wait for one of two places of the server."""
+
+    async def play(number: int) -> bool:
+        async with toolset.chain(str(number), tasks[number % 3]) as session:
+            return (await act(session, by=-1)).error is None
+
+    async with playing(pool={"capacity": 2}) as toolset:
+        assert all(await asyncio.gather(*map(play, range(chains))))
+
+
 async def test_an_address_gives_tasks_and_a_world() -> None:
     async with LineServer(places=1).serve() as server:
         data = DataConfig.model_validate({"openenv": {"url": f"{server.url}/", "tasks": 3, "success_return": 0.5}})
@@ -93,13 +104,7 @@ async def test_a_full_server_refuses_one_chain_and_a_pool_makes_it_wait() -> Non
                     pass
             with pytest.raises(SettingError, match=r"openenv\.url: got .* has no free session"):
                 await rows(server)
-
-        async def play(number: int) -> bool:
-            async with toolset.chain(str(number), tasks[number % 3]) as session:
-                return (await act(session, by=-1)).error is None
-
-        async with playing(pool={"capacity": 2}) as toolset:
-            assert all(await asyncio.gather(*map(play, range(8))))
+        await check_waiting(tasks, 8)
 
 
 FAULTS = {
@@ -242,13 +247,7 @@ async def test_openenvs_own_server_with_plain_actions(openenv_python: str) -> No
     with openenvs_server(openenv_python, 2) as url:
         tasks = await rows(url)
         assert tasks[0]["question"] == "Move to the goal."
-
-        async def play(number: int) -> bool:
-            async with toolset.chain(str(number), tasks[number % 3]) as session:
-                return (await act(session, by=-1)).error is None
-
-        async with playing(pool={"capacity": 2}) as toolset:
-            assert all(await asyncio.gather(*map(play, range(20))))
+        await check_waiting(tasks, 20)
         async with playing() as toolset:
             async with toolset.chain("a", tasks[1]) as session:
                 assert "Input should be less than or equal to 2" in str((await act(session, by=9)).content)

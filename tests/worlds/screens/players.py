@@ -1,9 +1,12 @@
 """A player that solves all of our own pages: it reads the DOM, and acts by coordinates in the screenshot."""
 
 import re
+import shutil
 from calendar import month_name
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import pytest
 
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.screen import Screen
@@ -17,6 +20,10 @@ CHOSEN = """([selector, index]) => {
   const box = document.querySelectorAll(selector)[index].getBoundingClientRect();
   return [(box.left + box.right) / 2, (box.top + box.bottom) / 2];
 }"""
+needs_chromium = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
+]
 MOST_ACTIONS = 30
 """Maximum actions of a player; a slider takes 13."""
 

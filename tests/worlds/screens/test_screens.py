@@ -3,15 +3,12 @@
 import asyncio
 import json
 import re
-import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,15 +23,13 @@ from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
+from tests.http_pages import serving
 from tests.project import load_and_check
 from tests.server_process import listening
 from tests.worlds.opening import Open
-from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player
+from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player, needs_chromium
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
-]
+pytestmark = needs_chromium
 SIZE = {"width": 320, "height": 240}
 TALL = "<body style='height: 100vh'>"
 PAGES = {
@@ -70,23 +65,10 @@ PAGES = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(PAGES.get(self.path, "").encode())
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with serving(lambda request: (200, {"Content-Type": "text/html"}, PAGES.get(request.path, "").encode())) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture
