@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 _kept: list[dict[int, tuple[Tensor, Tensor]]] = []
 """Identity of a weight -> the weight, so that its identity is not another's, and its copy in another precision."""
 
+_COMPILED = "is_compiled_by_torch"
+
 
 @contextmanager
 def weights_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -45,9 +47,10 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def use_ours(model: nn.Module) -> None:
     """Replace the forward passes of torch's linear layers, of peft's plain LoRA on them, and of Llama's RMS norm, which
-    most families copy. Results differ only in the rounding of an adapter's part below float32."""
+    most families copy. Results differ only by rounding below float32. What torch compiles stays as it is."""
+    compiled = {part for layer in model.modules() if hasattr(layer, _COMPILED) for part in layer.modules()}
     for module in model.modules():
-        if "forward" in vars(module):
+        if "forward" in vars(module) or module in compiled:
             # ours, or liger's
             continue
         if type(module) is nn.Linear:
@@ -56,6 +59,15 @@ def use_ours(model: nn.Module) -> None:
             module.forward = partial(_adapted, module, module.forward)
         elif _same_code(type(module).forward, LlamaRMSNorm.forward):
             module.forward = partial(_norm, module, module.forward)
+
+
+def use_torchs(layer: nn.Module) -> None:
+    """Undo `use_ours` in a layer that torch.compile is to compile: a function of its own per module would be compiled
+    anew for each layer."""
+    setattr(layer, _COMPILED, True)
+    for module in layer.modules():
+        if isinstance(vars(module).get("forward"), partial):
+            del module.forward
 
 
 def _same_code(one: Any, other: Any) -> bool:
@@ -67,12 +79,13 @@ def _same_code(one: Any, other: Any) -> bool:
 def precision(inputs: Tensor, *weights: Tensor) -> torch.dtype | None:
     """Return the precision of a layer's forward pass: autocast's, or the one that all share; None if there is none, or
     torch.compile traces the layer, which fuses more."""
-    kind = inputs.device.type
+    kind, dtypes = inputs.device.type, {inputs.dtype, *(weight.dtype for weight in weights)}
     if torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled(kind):
+    # autocast leaves float64 alone
+    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(kind)
-    return inputs.dtype if all(weight.dtype == inputs.dtype for weight in weights) else None
+    return inputs.dtype if len(dtypes) == 1 else None
 
 
 def _rows(inputs: Float[Tensor, "*batch in"], dtype: torch.dtype) -> Float[Tensor, "rows in"]:

@@ -126,6 +126,7 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
             continue
         # wrap the instance's forward, not its call: the hooks of FSDP2 stay outside
         if train.compile:
+            layers.use_torchs(layer)
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if train.gradient_checkpointing:
             # transformers' own checkpointing depends on module.training, which also turns dropout on

@@ -220,10 +220,13 @@ class Learner:
                     with self._syncing(last):
                         made.append(loss(index, part, *self._graded_pass(part)))
                         self.accelerator.backward(made[-1].loss * scale)
+                        made[-1].loss = made[-1].loss.detach()
                 if value_loss is not None:
                     with self._syncing(last):
                         made.append(value_loss(part, self.model(Role.CRITIC, *self._inputs(part))))
                         self.accelerator.backward(made[-1].loss * scale)
+                        # a graph holds the kept weights
+                        made[-1].loss = made[-1].loss.detach()
                 # the first loss is reported; the metrics of all are kept
                 first, *others = made
                 for term in others:
