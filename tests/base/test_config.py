@@ -28,6 +28,15 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
         ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; fix: use shared or session"),
         ({"module": "a.py:B", "isolation": "process"}, "each chain has an instance of its own"),
         ({"command": "x", "comand": "y"}, "comand"),
+        (
+            {"command": "x", "workspace": "desk"},
+            "workspace: got 'desk', but no chain has a folder: no `command` refers to ${chain}; fix: ",
+        ),
+        ({"url": "http://a", "workspace": "desk"}, "but no chain has a folder: no `command` refers"),
+        ({"url": "http://a", "headers": {"X": "s3cret ${chain}"}}, "headers.X: got '${chain}': only args"),
+        ({"command": "x", "args": ["${chain}"], "isolation": "shared"}, "got 'shared', but ${chain} needs a process"),
+        ({"command": "x", "env": {"A": "${chain}/a"}, "pool": {"max_uses": 2}}, "pool.max_uses: got 2, but a process"),
+        ({"container": "image", "args": ["${chain}"]}, "is a folder of this machine; fix: use"),
     ],
 )
 def test_servers_that_are_refused(fields: dict[str, Any], words: str) -> None:

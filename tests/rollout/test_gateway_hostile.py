@@ -21,7 +21,7 @@ from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, F
 from agentfactory.rollout.gateway.request_options import Refusal
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.rollout.workers.worker_socket import encode
-from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
+from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere, taken
 from tests.scripted_chains import scripted_chains
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -70,8 +70,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(request_bodies, "BODY_SECONDS", 0.5)
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
-        running = begin(chains)
-        key = (await program.take())["key"]
+        running, key = await taken(chains, program)
 
         async def one_byte_a_time() -> tuple[int, Any]:
             async with connected(program) as (reader, writer):
@@ -149,8 +148,7 @@ async def test_bodies_of_all_chains_share_a_limit(tmp_path: Path, monkeypatch: p
 async def test_what_no_handler_sees_is_refused_as_clients_expect(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, [], rewards=[], rollout={"max_total_tokens": 64, "max_tokens": 8}) as served:
         chains, program = served
-        running = begin(chains)
-        key = (await program.take())["key"]
+        running, key = await taken(chains, program)
         long = json.dumps({"messages": [{"role": "user", "content": "x" * 2_000_000}]}).encode()
         told = "context length is 64 tokens; the conversation leaves no room: a request may have 1,052,672 bytes"
         for path, body, status, text in (
@@ -180,8 +178,7 @@ async def test_what_no_handler_sees_is_refused_as_clients_expect(tmp_path: Path)
 
 async def test_broken_bodies_are_refused_and_the_chain_goes_on(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, ["a"], rewards=[], rollout={"max_total_tokens": 32768}) as (chains, program):
-        running = begin(chains)
-        key = (await program.take())["key"]
+        running, key = await taken(chains, program)
         asked = json.dumps(ASKED).encode()
         deep = b'{"messages": ' + b"[" * 500 + b"]" * 500 + b"}"
         for body, status, text, *headers in (
@@ -210,8 +207,7 @@ async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
         chains.runner = chains.runner.watched(tasks=1)
         for number in range(4):  # as many as are reported
-            running = begin(chains, f"{number}.0")
-            key = (await program.take())["key"]
+            running, key = await taken(chains, program, f"{number}.0")
             body = json.dumps({**ASKED, "reasoning_effort": half, "max_tokens": "many"}).encode()
             assert (await send(program, CHAT, key, body))[0] == 400
             if not number:
@@ -274,8 +270,7 @@ async def test_deep_arguments_are_no_json(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
     body = {"messages": [*said, {"role": "tool", "tool_call_id": "a", "content": "x"}]}
     async with elsewhere(tmp_path, ["a"], rewards=[], rollout={"max_total_tokens": 8192}) as (chains, program):
-        running = begin(chains)
-        key = (await program.take())["key"]
+        running, key = await taken(chains, program)
         status, _ = await program.post(CHAT, key, **body)
         assert status in (200, 400)
         status, called = await program.post("/tools", key, name="note", arguments="[" * 100_000)

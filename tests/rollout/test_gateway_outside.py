@@ -67,6 +67,12 @@ def begin(chains: Scripted, name: str = "c0", **task: Any) -> "asyncio.Task[Traj
     return asyncio.create_task(run)
 
 
+async def taken(chains: Scripted, program: Program, name: str = "c0") -> "tuple[asyncio.Task[Trajectory], str]":
+    """A chain that has begun, and its key, which the program has."""
+    running = begin(chains, name)
+    return running, (await program.take())["key"]
+
+
 async def test_a_chain_is_taken_played_and_reported(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, [CALL, "done"], rewards=[]) as (chains, program):
         running = begin(chains, secret="tea")
@@ -104,8 +110,7 @@ def turns(prediction, environment, trajectory):
 """
     async with elsewhere(tmp_path, ["one", "two"], source=source) as (chains, program):
         for report, reward in ({"answer": "ab"}, 12.0), ({"reward": 0.25, "answer": ""}, 10.25):
-            running = begin(chains)
-            key = (await program.take())["key"]
+            running, key = await taken(chains, program)
             await program.ask(key)
             assert (await program.post("/reward", key, **report))[0] == 200
             assert (await running).reward == reward
@@ -155,8 +160,7 @@ async def test_a_request_that_ends_takes_no_task(tmp_path: Path, monkeypatch: py
 
 async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
-        running = begin(chains)
-        key = (await program.take())["key"]
+        running, key = await taken(chains, program)
         await program.ask(key)
         reports: list[tuple[dict[str, Any], str]] = [
             ({}, "reward: missing"),
