@@ -32,11 +32,11 @@ M_MMAP_THRESHOLD = -3
 def main() -> None:
     recipe = TrainRecipe.model_validate(json.loads(sys.argv[1]))
     receiver, engine, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
-    # freed weights' memory returns to the system, in every thread
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     file_sync._FILE_BYTES = content._MOST_PENDING = PART
     accelerator = make_accelerator(recipe)
     learner = Learner(recipe, accelerator)
+    # freed weights' memory returns to the system, in every thread; the learner of a small network keeps it
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     main_process = accelerator.is_main_process
     backends: dict[str, WeightSync] = {}
     if main_process:
