@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from agentfactory.trainers import update
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.sync import content_proof as content
@@ -34,8 +35,9 @@ def main() -> None:
     receiver, engine, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
     file_sync._FILE_BYTES = content._MOST_PENDING = PART
     accelerator = make_accelerator(recipe)
+    update.learner.KEEPS_MEMORY = 0
     learner = Learner(recipe, accelerator)
-    # freed weights' memory returns to the system, in every thread; the learner of a small network keeps it
+    # freed weights' memory returns to the system, in every thread
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     main_process = accelerator.is_main_process
     backends: dict[str, WeightSync] = {}
