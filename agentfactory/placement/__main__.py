@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -52,7 +53,8 @@ class Estimates:
             if recipe.server.model is not None:
                 served, note = self._config("server.model", recipe.server.model)
                 notes += [note] if note else []
-                if (found := difference(config, served)) is not None:
+                same = partial(difference, config, served)
+                if (found := self._once(_key("difference", recipe.server.model), same)) is not None:
                     problem = f"got {recipe.server.model}, which is not a copy of {recipe.model.path}: {found}"
                     raise SettingError("server.model", problem, "name a quantised copy of model.path, or remove it")
             key = _key(f"server {device} {memory}", recipe.model, recipe.server, recipe.rollout)

@@ -1,25 +1,31 @@
 """Layers and head of our own against torch's autograd, peft and transformers."""
 
+import copy
+import functools
 import gc
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.networks import network
 from agentfactory.trainers.networks.head import Scores
 from agentfactory.trainers.networks.layers import use_ours, weights_kept
+from agentfactory.trainers.networks.policy import load_policy
 
 pytestmark = pytest.mark.numbers
 
 
 def pair(module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Return a module with random weights, and a copy with our layers."""
-    import copy
-
     torch.manual_seed(0)
     for weight in module.parameters():
         weight.data = torch.randn(weight.shape, dtype=dtype)
@@ -75,6 +81,52 @@ def test_under_autocast_they_differ_by_rounding(kept: bool) -> None:
             # no copy outlives the context
             nn.init.zeros_(next(ours.parameters()))
             assert not torch.equal(ours(inputs), given[0])
+
+
+def test_peft_computes_what_is_not_plain_lora() -> None:
+    plain, ours = pair(adapted(), torch.float32)
+    inputs = torch.randn(3, 6)
+    for model in (plain, ours):
+        model.merge_adapter()  # type: ignore[operator]
+    assert torch.equal(ours(inputs), plain(inputs))
+    for model in (plain, ours):
+        model.unmerge_adapter()  # type: ignore[operator]
+        for name, module in model.named_modules():
+            if name.endswith("lora_dropout"):
+                module["default"] = nn.Dropout(1.0)  # type: ignore[index, operator]
+    assert torch.equal(ours.train()(inputs), plain.train()(inputs))
+
+
+def test_a_layer_without_rows() -> None:
+    assert pair(nn.Linear(4, 3), torch.float32)[1](torch.randn(2, 0, 4)).shape == (2, 0, 3)
+
+
+@pytest.mark.extended
+def test_layers_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3)
+    config.num_attention_heads = config.num_key_value_heads = 1
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    train = {"steps": 1, "compile": True}
+    recipe = TrainRecipe.model_validate({"model": {"path": str(tmp_path), "dtype": "float32"}, "train": train})
+    torch._dynamo.reset()
+    policy = load_policy(recipe)
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    policy(torch.ones(2, 12, dtype=torch.long), torch.arange(4), torch.arange(4))[0].sum().backward()
+    assert torch._dynamo.utils.counters["frames"]["ok"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("batching", "heads", "kind"), [("tree", 1, "flex_attention"), ("padded", 1, "auto"), ("packed", 2, "auto")]
+)
+def test_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch, batching: Any, heads: int, kind: str) -> None:
+    # triton is only with torch's builds for a GPU
+    monkeypatch.setattr(network, "is_installed", lambda package: True)
+    config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    config.num_attention_heads = config.num_key_value_heads = heads
+    model, train = Qwen2ForCausalLM(config), TrainConfig(steps=1)
+    assert network._attention_of(model, train, torch.device("cuda"), batching) == kind
+    assert network._attention_of(model, train, torch.device("cpu"), batching) == "auto"
 
 
 def test_a_layers_inputs_do_not_outlive_it() -> None:

@@ -18,6 +18,7 @@ _kept: list[dict[int, tuple[Tensor, Tensor]]] = []
 """Identity of a weight -> the weight, so that its identity is not another's, and its copy in another precision."""
 
 _COMPILED = "is_compiled_by_torch"
+"""Attribute of layers that `use_ours` leaves alone."""
 
 
 @contextmanager
@@ -62,8 +63,8 @@ def use_ours(model: nn.Module) -> None:
 
 
 def use_torchs(layer: nn.Module) -> None:
-    """Undo `use_ours` in a layer that torch.compile is to compile: a function of its own per module would be compiled
-    anew for each layer."""
+    """Undo `use_ours` in a layer for good: torch.compile would compile each layer by itself if each had functions
+    of its own, and stop at its limit."""
     setattr(layer, _COMPILED, True)
     for module in layer.modules():
         if isinstance(vars(module).get("forward"), partial):

@@ -138,11 +138,16 @@ def _attention_of(network: PreTrainedModel, train: TrainConfig, device: torch.de
     """Return `train.attention`; for auto, on a GPU, FlexAttention for rows that share a line, in one call per layer."""
     if train.attention != "auto" or batching == "padded" or device.type != "cuda" or not is_installed("triton"):
         return train.attention
+    # a vision tower would get it, too
+    if not getattr(network, "_supports_flex_attn", False) or tower_of(network) is not None or selects_keys(network):
+        return "auto"
     config: Any = network.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # the smallest width that torch's kernel supports; a vision tower would get it, too
-    fits = width >= 16 and tower_of(network) is None and not selects_keys(network)
-    return "flex_attention" if fits and getattr(network, "_supports_flex_attn", False) else "auto"
+    if width < 16:
+        # which torch's kernel does not support
+        return "auto"
+    logger.info("train.attention: flex_attention, because rows share a line; sdpa is the other choice")
+    return "flex_attention"
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:
