@@ -36,10 +36,10 @@ class Scores(torch.autograd.Function):
         found: list[tuple[Tensor, ...]] = []
         # autocast would multiply in its own precision
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, wide, shares in _chunks(hidden, len(weight), size, 2):
+            for part, rows, wide, shares in _chunks(hidden, len(weight), size, 2):
                 chosen, logits = labels[part, None], adjust(hidden[part] @ ctx.weight.T)
                 peak = logits.amax(-1, keepdim=True).to(wide.dtype)
-                torch.sub(logits, peak, out=wide)
+                _minus(logits, peak, out=wide)
                 torch.exp(wide, out=shares)
                 total = shares.sum(-1, keepdim=True)
                 log_total = total.log()
@@ -48,9 +48,9 @@ class Scores(torch.autograd.Function):
                 mean = torch.stack([torch.einsum("cv,cv->c", *pair) for pair in products]).sum(0)[:, None] / total
                 found.append((logprob[:, 0], (log_total - mean)[:, 0], log_total + peak))
                 if ctx.is_frozen:
-                    narrow = logits if logits.dtype == hidden.dtype else wide
-                    shares = torch.div(shares, total, out=narrow).to(hidden.dtype)
-                    shares.scatter_(-1, chosen, logprob.expm1().to(shares.dtype))
+                    shares = _rounded(torch.div, shares, total, out=logits).to(hidden.dtype)
+                    # on a CPU, scatter_ would take a copy in float32
+                    shares[rows, labels[part]] = logprob[:, 0].expm1().to(shares.dtype)
                     found[-1] = (*found[-1], shares @ ctx.weight)
         logprob, entropy, *rest = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(*(rest[1:] or (hidden, labels, logprob, *rest)))
@@ -68,20 +68,39 @@ class Scores(torch.autograd.Function):
         sign, size = -grad.sign().to(hidden.dtype), grad.abs()
         shift, own = log_total - size.log(), (size * logprob[:, None].expm1()).to(hidden.dtype)
         back, of_weight = torch.empty_like(hidden), torch.zeros_like(ctx.weight, dtype=ctx.precise)
-        for part, wide in _chunks(hidden, len(ctx.weight), ctx.size, 1):
+        for part, rows, wide in _chunks(hidden, len(ctx.weight), ctx.size, 1):
             logits = ctx.adjust(hidden[part] @ ctx.weight.T)
-            torch.sub(logits, shift[part], out=wide)
-            shares = torch.exp(wide, out=logits if logits.dtype == hidden.dtype else wide).to(hidden.dtype)
-            shares.scatter_(-1, labels[part, None], own[part])
+            _minus(logits, shift[part], out=wide)
+            shares = _rounded(torch.exp, wide, out=logits).to(hidden.dtype)
+            shares[rows, labels[part]] = own[part, 0]
             torch.mul(shares @ ctx.weight, sign[part], out=back[part])
             of_weight += shares.T @ (hidden[part] * sign[part])
         return back, of_weight, None, None, None, None
 
 
+# On a CPU, torch takes new memory for operands in another precision than the operation's; a GPU converts on the way.
+
+
+def _minus(logits: Tensor, shift: Tensor, out: Tensor) -> None:
+    if out.is_cuda:
+        torch.sub(logits, shift, out=out)
+    else:
+        out.copy_(logits).sub_(shift)
+
+
+def _rounded(function: Callable[..., Tensor], wide: Tensor, *others: Tensor, out: Tensor) -> Tensor:
+    """Return function(wide, *others) in the memory and the precision of `out`; on a CPU, `wide` is lost."""
+    if out.is_cuda:
+        return function(wide, *others, out=out)
+    return out.copy_(function(wide, *others, out=wide))
+
+
 def _chunks(hidden: Tensor, vocabulary: int, size: int, buffers: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the slices of the targets, each with the same memory: on a CPU, new blocks of this size are slow."""
+    """Yield the slices of the targets, each with its row numbers and the same memory: on a CPU, new blocks of this size
+    are slow."""
     shape, dtype = (min(size, len(hidden)), vocabulary), torch.promote_types(hidden.dtype, torch.float32)
+    rows = torch.arange(shape[0], device=hidden.device)
     made = [torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(buffers)]
     for start in range(0, max(1, len(hidden)), size):
         part = slice(start, min(start + size, len(hidden)))
-        yield part, *(buffer[: part.stop - start] for buffer in made)
+        yield part, *(buffer[: part.stop - start] for buffer in (rows, *made))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
