@@ -28,8 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks import attention, layers, network
-from agentfactory.trainers.networks.head import Scores
+from agentfactory.trainers.networks import attention, head, layers, network
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 
@@ -82,7 +81,7 @@ def as_on_a_gpu() -> None:
     attention.flex_attention_forward = lambda module, query, key, value, mask, **_: (attend(query, key, value), None)
 
 
-NOT_COUNTED = ("mm", "addmm", "gather", "scatter_")
+NOT_COUNTED = ("mm", "addmm", "gather", "index_put_")
 """Operators whose bytes are not counted: products, and those that touch one entry per token."""
 
 
@@ -114,13 +113,15 @@ class Count(TorchDispatchMode):
 
 
 def head_bytes(frozen: bool) -> float:
-    """Return the bytes per token and entry: what grows neither with the tokens nor with the vocabulary alone."""
+    """Return a GPU's bytes per token and entry: what grows neither with the tokens nor with the vocabulary alone."""
+    head._converts = lambda operand: True
     total = 0
     for tokens, vocabulary in product((512, 1024), (4096, 8192)):
         weight = torch.randn(vocabulary, 8, dtype=torch.bfloat16 if frozen else torch.float32, requires_grad=not frozen)
         hidden = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
         with Count() as counted:
-            Scores.apply(hidden, weight, torch.arange(tokens), 1.0, lambda logits: logits, tokens)[0].sum().backward()
+            scores = head.Scores.apply(hidden, weight, torch.arange(tokens), 1.0, lambda logits: logits, tokens)
+            scores[0].sum().backward()
         total += counted.bytes if (tokens, vocabulary) in ((512, 4096), (1024, 8192)) else -counted.bytes
     return total / 512 / 4096
 

@@ -78,19 +78,21 @@ class Scores(torch.autograd.Function):
         return back, of_weight, None, None, None, None
 
 
-# On a CPU, torch takes new memory for operands in another precision than the operation's; a GPU converts on the way.
+def _converts(operand: Tensor) -> bool:
+    """Whether operators read and write several precisions; on a CPU, torch takes memory for a copy of `operand`."""
+    return operand.is_cuda
 
 
 def _minus(logits: Tensor, shift: Tensor, out: Tensor) -> None:
-    if out.is_cuda:
+    if _converts(logits):
         torch.sub(logits, shift, out=out)
     else:
         out.copy_(logits).sub_(shift)
 
 
 def _rounded(function: Callable[..., Tensor], wide: Tensor, *others: Tensor, out: Tensor) -> Tensor:
-    """Return function(wide, *others) in the memory and the precision of `out`; on a CPU, `wide` is lost."""
-    if out.is_cuda:
+    """Return function(wide, *others) in the memory and the precision of `out`; without conversion, `wide` is lost."""
+    if _converts(out):
         return function(wide, *others, out=out)
     return out.copy_(function(wide, *others, out=wide))
 
