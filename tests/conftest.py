@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from agentfactory.base.processes import environment
+from agentfactory.base.processes.precision import measured
 from agentfactory.launching.child_processes import Children
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
@@ -60,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    # kept from here on: recipes of tests that start no process ask for it, too
+    measured()
     # no garbage collection during imports: the test files' definitions and imports are no garbage
     gc.disable()
 

@@ -366,7 +366,8 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         {**attached, "data": {"path": "questions.jsonl"}},
         {**attached, "data": {"path": "good.jsonl"}, "output": "full"},
     ):
-        whole = {"model": {"path": "none"}, "data": {"path": "tasks.jsonl"}, "train": {"steps": 1}, **recipe}
+        model = {"path": "none", "dtype": "float32"}
+        whole = {"model": model, "data": {"path": "tasks.jsonl"}, "train": {"steps": 1}, **recipe}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
         assert main.main(["train", "recipe.yaml"]) == main.REFUSED
         said.append(capsys.readouterr().err)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.processes.precision import may_have_gpu
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
-from agentfactory.launching.placement import Placement, may_have_gpu, place
+from agentfactory.launching.placement import Placement, place
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import follow_groups, tell_information, tell_warnings
 from agentfactory.launching.reach_early import check_hub, check_tools_open

@@ -106,6 +106,7 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "open files", partial(machine_checks.check_open_files, most_chains(recipe, recipe.rollout.workers))
     yield "run folder", partial(recipe_checks.check_output, recipe)
     yield "memory", lambda: recipe_checks.check_fit(recipe, memory_room())
+    yield "model.dtype", partial(recipe_checks.check_dtype, recipe)
     yield "hub", partial(recipe_checks.check_hub, recipe)
     for part in distinct(parts_of(recipe)):
         yield from _checks_of_part(recipe, part)

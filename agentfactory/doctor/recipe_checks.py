@@ -16,6 +16,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.processes.precision import measured
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
@@ -81,6 +82,16 @@ def _checkpoints(recipe: Recipe) -> int:
         return made + best
     # the next one is complete before the oldest is deleted
     return min(made, train.keep_last + 1) + best
+
+
+def check_dtype(recipe: Recipe) -> Iterator[Finding]:
+    """Warn about a precision that this machine's CPU emulates, and is several times slower in."""
+    if not recipe.plans_for_a_gpu:
+        (fastest, reason), dtype = measured(), recipe.model.dtype
+        if fastest == "float32" != dtype:
+            yield warning("model.dtype", f"got {dtype!r}, which is slow here: {reason}", "use auto")
+        else:
+            yield ok("model.dtype", f"{dtype}: {reason}")
 
 
 def check_rewards(recipe: Recipe) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
+from agentfactory.base.processes.precision import may_have_gpu
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.launching.merging import Merge
-from agentfactory.launching.placement import Placement, may_have_gpu, place
+from agentfactory.launching.placement import Placement, place
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError

@@ -9,12 +9,10 @@ from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.precision import may_have_gpu
 from agentfactory.recipe.schema import Recipe, updated
 from agentfactory.rollout.inference.server_command_line import server_command
 from agentfactory.trainers.sync.backends import backend_of
-
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Files of GPU drivers that torch supports: NVIDIA's, AMD's, and NVIDIA's under WSL."""
 
 
 class PlacementError(Exception):
@@ -122,11 +120,6 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))
     return found
-
-
-def may_have_gpu() -> bool:
-    """Return whether torch could find a GPU here. Only then is torch queried, which takes seconds to import."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:

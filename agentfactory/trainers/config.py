@@ -536,6 +536,11 @@ class TrainRecipe(RolloutRecipe):
     track: TrackConfig = TrackConfig()
 
     @property
+    def plans_for_a_gpu(self) -> bool:
+        """See RolloutRecipe."""
+        return self.placement.gpu_memory_gib is not None
+
+    @property
     def rounding(self) -> dict[str, str]:
         """The fields, with their values, that make the server's weights differ from the trained ones by rounding: of
         the server's weights, or of the base below the trainer's adapter."""

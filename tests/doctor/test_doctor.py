@@ -223,6 +223,14 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     assert "2 checkpoints take at least" in the_problem(doctor_recipe.check_output(few))
 
 
+def test_a_precision_that_is_slow_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_recipe, "measured", lambda: ("float32", "why"))
+    (finding,) = doctor_recipe.check_dtype(load("model.dtype=bfloat16"))
+    assert (finding.severity, finding.fix) == (Severity.WARNING, "use auto")
+    assert levels(doctor_recipe.check_dtype(load("model.dtype=float32"))) == {Severity.OK}
+    assert levels(doctor_recipe.check_dtype(load("model.dtype=bfloat16", "placement.gpu_memory_gib=24"))) == set()
+
+
 def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
     (project / "runs" / "recipe").mkdir(parents=True)
     (project / "runs" / "recipe" / "summary.json").write_text("{}")

@@ -4,50 +4,99 @@ agentfactory.base.processes.precision` measures and prints it, so that the calle
 import functools
 import json
 import logging
+import math
+import os
+import platform
 import time
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.run_notices import inform
 
 logger = logging.getLogger(__name__)
 
-ROWS, WIDTH, HEIGHT = 16, 1024, 4096
-"""A linear layer with the rows of a decoding step. The best of REPETITIONS products takes less than a millisecond."""
-REPETITIONS = 20
+ROWS = {"a decoding step": 8, "a prefill": 256}
+"""Rows of the input of a linear layer from WIDTH to HEIGHT features."""
+WIDTH, HEIGHT, REPETITIONS = 1024, 4096, 5
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS")
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of GPU drivers that torch supports: NVIDIA's, AMD's, and NVIDIA's under WSL."""
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch could find a GPU here. Only then is torch queried, which takes seconds to import."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
+
+
+def fastest_dtype() -> str:
+    """Return bfloat16 or float32, and show the reason once. Raises SettingError if torch cannot be imported."""
+    dtype, reason = measured()
+    inform(logger, f"model.dtype: auto is {dtype}: {reason}")
+    return dtype
 
 
 @functools.cache
-def fastest_dtype() -> str:
-    """Return bfloat16 or float32, and show the reason once. Raises RuntimeError if torch cannot be imported."""
+def measured() -> tuple[str, str]:
+    """Return the result of `measure`, for a CPU from the user's cache folder after the first time. Raises SettingError
+    if torch cannot be imported."""
+    kept = _kept()
+    found = None
+    with suppress(OSError, ValueError):
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    if not (isinstance(found, list) and len(found) == 2):
+        try:
+            found = parent_watch.answer_of("agentfactory.base.processes.precision")
+        except RuntimeError as error:
+            raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
+        if not may_have_gpu():
+            # without a folder to write to, each start measures
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(found), encoding="utf-8")
+    dtype, reason = map(str, found)
+    return dtype, reason
+
+
+def _kept() -> Path:
+    """Return the file of this processor's result: of its name and instructions, torch's version, and their limits."""
     try:
-        dtype, reason = parent_watch.answer_of("agentfactory.base.processes.precision")
-    except RuntimeError as error:
-        raise RuntimeError(f"model.dtype: auto: {error}") from None
-    inform(logger, f"model.dtype: auto is {dtype}: {reason}")
-    return str(dtype)
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))} or {
+        platform.processor()
+    }
+    known = [*sorted(processor), version("torch"), may_have_gpu(), *(os.environ.get(name, "") for name in _VARIABLES)]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory"
+    return folder / f"dtype-{sha256(repr(known).encode()).hexdigest()[:16]}.json"
 
 
 def measure() -> tuple[str, str]:
-    """Return the dtype and the reason."""
+    """Return the dtype and the reason. On a CPU, a prefill and a decoding step count the same."""
     import torch
 
     if torch.cuda.is_available():
         native = bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0)
         return ("bfloat16", "the GPU computes in it") if native else ("float32", "the GPU would emulate bfloat16")
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(HEIGHT, WIDTH, dtype=dtype)
-        times = []
-        for _ in range(REPETITIONS):
+    shares = {}
+    for name, rows in ROWS.items():
+        seconds = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+        layers = {dtype: (torch.ones(rows, WIDTH).to(dtype), torch.ones(HEIGHT, WIDTH).to(dtype)) for dtype in seconds}
+        # in turns, so that another process disturbs both
+        for dtype in REPETITIONS * tuple(seconds):
             started = time.perf_counter()
-            torch.nn.functional.linear(x, weight)
-            times.append(time.perf_counter() - started)
-        seconds[dtype] = min(times)
-    share = seconds[torch.bfloat16] / seconds[torch.float32]
-    reason = f"on this CPU, a layer takes {share:.2f} of float32's time in bfloat16"
-    return ("bfloat16" if share < FASTER else "float32"), reason
+            torch.nn.functional.linear(*layers[dtype])
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
+        shares[name] = seconds[torch.bfloat16] / seconds[torch.float32]
+    found = " and ".join(f"{share:.2f} in {name}" for name, share in shares.items())
+    reason = f"on this CPU, a layer in bfloat16 takes this many times as long as in float32: {found}"
+    return ("bfloat16" if math.prod(shares.values()) < FASTER**2 else "float32"), reason
 
 
 if __name__ == "__main__":

@@ -47,9 +47,10 @@ class ModelConfig(Section):
 
     path: str
     """Hub name or folder of a causal language model in the transformers format."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the forward pass in the trainer and the server. auto: bfloat16 if this machine computes faster with
-    it, which is measured in milliseconds, else float32; the recipe of the run has the result."""
+    it, which is measured once, or placement.gpu_memory_gib names another one's GPU; else float32. The run's recipe has
+    the result."""
     chat_template: str | None = None
     """File with a Jinja chat template, used instead of the tokenizer's own."""
     lora: LoraConfig | None = None
@@ -60,13 +61,3 @@ class ModelConfig(Section):
     """Largest area of an image, in pixels; larger images are reduced. Each block of 28 x 28 (Qwen2.5-VL, GLM-4.1V) or
     32 x 32 pixels (Qwen3-VL) becomes one token. Processors that cut images into tiles may enlarge them again. Null: the
     default of the model's processor."""
-
-    @field_validator("dtype")
-    @classmethod
-    def _measure(cls, dtype: str) -> str:
-        if dtype != "auto":
-            return dtype
-        # imported here, because few recipes need it
-        from agentfactory.base.processes.precision import fastest_dtype
-
-        return fastest_dtype()

@@ -226,6 +226,16 @@ class RolloutRecipe(ToolsRecipe):
         return self
 
     @model_validator(mode="after")
+    def _choose_dtype(self) -> Self:
+        if self.model.dtype == "auto":
+            # imported here, because resolved recipes do not need it
+            from agentfactory.base.processes.precision import fastest_dtype
+
+            dtype = "bfloat16" if self.plans_for_a_gpu else fastest_dtype()
+            self.model = self.model.model_copy(update={"dtype": dtype})
+        return self
+
+    @model_validator(mode="after")
     def _rows_fit(self) -> Self:
         # memory is planned, and losses are normalised, for the longest rows
         most = self.rollout.max_total_tokens
@@ -315,6 +325,11 @@ class RolloutRecipe(ToolsRecipe):
     def longest_call(self) -> tuple[float, str]:
         """See ToolsRecipe: a reset may take as long as its chain."""
         return self.rollout.timeout_seconds, "rollout.timeout_seconds"
+
+    @property
+    def plans_for_a_gpu(self) -> bool:
+        """True if the recipe names a GPU's memory; this machine may then have none."""
+        return False
 
     @property
     def needs_rewards(self) -> bool:
