@@ -61,8 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    # kept from here on: recipes of tests that start no process ask for it, too
-    measured()
+    measured()  # and kept: recipes of tests that start no process ask for it, too
     # no garbage collection during imports: the test files' definitions and imports are no garbage
     gc.disable()
 
