@@ -34,6 +34,7 @@ def may_have_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
+@functools.cache
 def fastest_dtype() -> str:
     """Return bfloat16 or float32, and show the reason once. Raises SettingError if torch cannot be imported."""
     dtype, reason = measured()
