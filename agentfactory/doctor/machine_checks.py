@@ -19,7 +19,7 @@ from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxU
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.launching.placement import GPU_DRIVERS
-from agentfactory.rollout.inference import concurrency
+from agentfactory.rollout.chains import concurrency
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30

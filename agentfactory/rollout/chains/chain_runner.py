@@ -15,6 +15,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
+from agentfactory.rollout.chains.concurrency import Places, check_open_files, most_chains
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
@@ -33,7 +34,6 @@ from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.images.task_images import TaskImages
-from agentfactory.rollout.inference.concurrency import Places, check_open_files, most_chains
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, prediction_of

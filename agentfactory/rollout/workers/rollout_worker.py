@@ -23,6 +23,7 @@ from agentfactory.base.run_notices import inform, notice_of, notify
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
+from agentfactory.rollout.chains.concurrency import next_limit
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
@@ -33,7 +34,6 @@ from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
-from agentfactory.rollout.inference.concurrency import next_limit
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
