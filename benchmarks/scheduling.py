@@ -255,8 +255,8 @@ def simulate(workload: Workload, limit: int | None, seed: int, leaves: bool) -> 
         assert replica is not None, "chains wait although none runs"
         replica.start()
         for chain in replica.step(events[0][0] if events else math.inf):
-            sampled, result, seconds = chain.plan[chain.turn]
-            admission.answer(chain.number, sampled)
+            _, result, seconds = chain.plan[chain.turn]
+            admission.answer(chain.number)
             chain.turn += 1
             if chain.turn < len(chain.plan):
                 chain.context += result

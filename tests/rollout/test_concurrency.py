@@ -72,7 +72,7 @@ def test_seats_stay_within_the_caches_and_every_chain_ends(data: st.DataObject) 
                 admission.resize(caches())
                 event("other caches")
             case _ if chain.state is State.RUNNING:
-                admission.answer(key, data.draw(st.integers(0, 40)))
+                admission.answer(key)
                 left[key] -= 1
             case _ if not left[key]:
                 admission.leave(key)
@@ -103,7 +103,7 @@ def test_a_number_is_a_number() -> None:
     for _ in range(3):
         admission.ask(0, 300)
         assert admission.chains[0].state is State.RUNNING
-        admission.answer(0, 100)
+        admission.answer(0)
     admission.leave(0)
     assert [chain.key for chain in admission.admit()] == [2]
     admission.resize({0: Cache(1, LONGEST)})
@@ -117,11 +117,11 @@ def test_the_youngest_gives_its_seat_and_the_oldest_gets_the_next_one() -> None:
         admission.enter(key, key)
     assert [chain.key for chain in admission.admit()] == ["a"], "nothing is known of lengths"
     admission.ask("a", 100)
-    admission.answer("a", 10)
+    admission.answer("a")
     assert [chain.key for chain in admission.admit()] == ["b", "c"]
     for key in "bc":
         admission.ask(key, 200)
-        admission.answer(key, 10)
+        admission.answer(key)
     admission.ask("a", 700)
     assert admission.chains["c"].home is None
     assert admission.chains["a"].state is State.RUNNING
@@ -129,9 +129,9 @@ def test_the_youngest_gives_its_seat_and_the_oldest_gets_the_next_one() -> None:
     admission.ask("b", 500)
     assert {key: admission.chains[key].state for key in "bc"} == {"b": State.HELD, "c": State.HELD}
     admission.enter("d", "a")
-    admission.answer("a", 0)
+    admission.answer("a")
     admission.leave("a")
     assert [chain.key for chain in admission.admit()] == ["b"], "no chain begins while others are held"
-    admission.answer("b", 0)
+    admission.answer("b")
     admission.leave("b")
     assert next(chain.key for chain in admission.admit()) == "c"

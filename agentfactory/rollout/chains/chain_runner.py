@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
-from agentfactory.rollout.chains.concurrency import Places, check_open_files, most_chains
+from agentfactory.rollout.chains.concurrency import Places
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
@@ -155,6 +156,7 @@ class Runner(ABC):
         cut: Cut | None,
         toolset: Toolset,
         rewards: Rewards,
+        client: InferenceClient | None = None,
     ):
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         self.task_images = TaskImages(recipe, images)
@@ -164,9 +166,7 @@ class Runner(ABC):
         self.rewards = rewards
         self._watch: ChainWatch | None = None
         self._grade: Grade | None = None
-        most = most_chains(recipe)
-        check_open_files(most)
-        self.places = Places(most)
+        self.places = Places(recipe, client)
 
     @abstractmethod
     def player(self, episode: Episode) -> Player:
@@ -258,8 +258,10 @@ class Runner(ABC):
         environment returns a reward. `trajectory` is updated meanwhile, so its content survives a cancelled call.
         Failures become outcomes; exceptions are only ServerUnreachableError, programming errors, RolloutStoppedError
         from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain."""
-        async with self.places:
+        group = trajectory.id.removesuffix(".retry").rpartition(".")[0]
+        async with self.places.place(sampling.seed, group) as place:
             episode = Episode(self.setup, trajectory, task, sampling)
+            episode.place, place.note = place, partial(episode.timeline.note, Activity.HELD)
             player = self.player(episode)
             async with self.begun(episode):
                 try:
@@ -293,12 +295,14 @@ class Runner(ABC):
             episode.timeline.note_setup(session.waits)
             # a chain that times out may still be scored: the limit ends its turns, not the session
             try:
-                async with asyncio.timeout_at(limit.until):
+                async with asyncio.timeout_at(limit.until) as timer:
+                    if episode.place is not None:
+                        episode.place.timer = timer
                     trajectory.stop_reason = await player.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
             except TimeoutError:
                 trajectory.outcome = Outcome.TIMEOUT
-                cut = _activity_at(episode, limit.until)
+                cut = _activity_at(episode, timer.when() or limit.until)
                 trajectory.error = f"the chain took longer than {limit.setting}{cut}"
             except (InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
@@ -373,7 +377,7 @@ class ChainRunner(Runner):
         rewards: Rewards,
         agent: AgentHooks | None = None,
     ):
-        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
+        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards, client)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises if the prefix does not suit the template
         self.renderer = renderer
         self.client = client

@@ -5,12 +5,13 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
+from agentfactory.rollout.chains.concurrency import Place
 from agentfactory.rollout.chains.sampling import Sampling, TurnBudget
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -184,6 +185,12 @@ class Episode:
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
         self.own_metrics: Callable[[], dict[str, float]] = dict
+        self.place: Place | None = None
+        """The chain's place, by which its turns are held; None: they never are."""
+
+    def turn(self, ids: Sequence[int]) -> AbstractAsyncContextManager[None]:
+        """See Place."""
+        return nullcontext() if self.place is None else self.place.turn(ids)
 
     @property
     def penalty(self) -> float:
@@ -231,6 +238,7 @@ class Episode:
             "rows": len(rows),
             "row_tokens": sum(len(row.token_ids) for row in rows),
             "penalty": self.penalty,
+            "held_seconds": 0.0 if self.place is None else self.place.held_seconds,
             **{f"tool_errors/{kind}": counts[kind] for kind in CallError},
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
             **self.limits.metrics(),

@@ -89,11 +89,11 @@ class Mean:
 class Admission:
     """The seats of chains in `caches`, which are named by replica. A context has at most `longest` tokens, as many as a
     new chain is expected to need until some have been seen. `slots` is the number of requests that the servers run at a
-    time: no chain begins while as many others may request turns."""
+    time: no chain begins while as many others may request turns, or while `most` others have begun."""
 
-    def __init__(self, caches: Mapping[Any, Cache], longest: float, slots: float = inf) -> None:
+    def __init__(self, caches: Mapping[Any, Cache], longest: float, slots: float = inf, most: float = inf) -> None:
         self.caches = dict(caches)
-        self.longest, self.slots = longest, slots
+        self.longest, self.slots, self.most = longest, slots, most
         self.chains: dict[Hashable, Chain] = {}
         self.used: defaultdict[Hashable, float] = defaultdict(float)
         """Replica -> blocks of all its seats."""
@@ -145,11 +145,10 @@ class Admission:
         if self._keeps_seat(chain):
             self._move(chain, State.RUNNING)
 
-    def answer(self, key: Hashable, sampled: float) -> None:
-        """Note that a request of a chain has ended, or is given up, after `sampled` tokens."""
+    def answer(self, key: Hashable) -> None:
+        """Note that a request of a chain has ended, or is given up."""
         chain = self.chains[key]
         chain.requests -= 1
-        self._resize(chain, chain.tokens + sampled)
         if not chain.requests:
             self._move(chain, State.IDLE)
 
@@ -190,7 +189,8 @@ class Admission:
         """Return the replica with the most room for a waiting chain; None if it must wait."""
         if chain.state is State.NEW:
             busy = self.states[State.STARTING] + self.states[State.RUNNING]
-            if busy >= self.slots or self._seats < len(self.chains) - self.states[State.NEW]:
+            begun = len(self.chains) - self.states[State.NEW]
+            if busy >= self.slots or begun >= self.most or self._seats < begun:
                 return None
             chain.opening, chain.shared = self._groups[chain.group].opening
             chain.tokens = chain.shared or (self._first.value if self._first.count else self.longest)

@@ -24,8 +24,8 @@ from agentfactory.rollout.inference.http_transport import (
     missing_routes,
     refusal,
 )
-from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
-from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
+from agentfactory.rollout.inference.routing import Recovery, Replica, Router, ServerState
+from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 
@@ -248,18 +248,21 @@ class InferenceClient:
 
         return self._sent.setdefault((url, rank), SentImages())
 
-    async def load(self) -> Load:
-        """Return the combined load of the serving servers. Raises InferenceError if one does not report its load."""
-        loads = []
-        for url, state in self._router.states.items():
-            if state is ServerState.SERVING:
-                try:
-                    loads += await self.connection.loads(url, LOAD_SECONDS)
-                except (LostError, ValueError) as error:
-                    raise InferenceError(f"cannot read the load of {url}: {error}") from error
-        if not loads:
-            raise InferenceError("no server is serving")
-        return combined(loads)
+    async def loads(self) -> dict[Replica, Load]:
+        """Return the load of each replica of the serving servers. Raises InferenceError if one does not report it."""
+        found: dict[Replica, Load] = {}
+        for url in [url for url, state in self._router.states.items() if state is ServerState.SERVING]:
+            try:
+                loads = await self.connection.loads(url, LOAD_SECONDS)
+            except (LostError, ValueError) as error:
+                raise InferenceError(f"cannot read the load of {url}: {error}") from error
+            self._router.has_replicas(url, len(loads))
+            found |= zip(self._router.replicas(url), loads, strict=True)
+        return found
+
+    def assign(self, chain: str, home: Replica) -> None:
+        """Send the next turns of `chain` to `home`, while it serves."""
+        self._router.assign(chain, home)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
         if (delay := retries.delay(time.monotonic(), asked=asked)) is not None:

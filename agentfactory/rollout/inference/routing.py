@@ -60,6 +60,13 @@ class Router:
         """Note that `count` replicas answer at `url`."""
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
 
+    def replicas(self, url: str) -> list[Replica]:
+        return self._replicas[url]
+
+    def assign(self, chain: str, home: Replica) -> None:
+        """Send the next turns of `chain` to `home`, while it serves."""
+        _remember(self._chains, chain, home)
+
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
         """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves. Servers in
         `avoid` are used only if no other serves."""
