@@ -4,23 +4,37 @@
   used first), on workloads whose lengths, tools and caches vary with `--seed`. The ideal computes each token once, and
   a group's prompt once. `--left` also keeps what ended chains leave in the cache until it is evicted.
 
+- `--embedded`, `--vllm PYTHON`: a real server on this machine's CPUs with a network of 25M parameters and a cache of 8
+  long contexts, and 32 chains of 8 turns with tools of 0.25 s, through the rollouts' own places and client.
+
 The last line is JSON: the worst `prompt_tokens_vs_ideal` and `wall_vs_best_fixed` of all workloads.
 
-    python benchmarks/scheduling.py [--quick] [--seed N] [--left]
+    python benchmarks/scheduling.py [--quick] [--seed N] [--left] [--embedded | --vllm PYTHON]
 """
 
 import argparse
+import asyncio
 import heapq
 import itertools
 import json
 import math
 import random
+import subprocess
+import tempfile
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from agentfactory.rollout.chains.concurrency import Places
+from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.admission import Admission, Cache, State
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.server_command_line import server_command
 
 FIXED = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 BUDGET = 2048
@@ -269,13 +283,90 @@ def simulate(workload: Workload, limit: int | None, seed: int, leaves: bool) -> 
         now = replica.time
 
 
+# ---- a real server
+
+CHAINS, REAL_TURNS, OPENING, GENERATED, ANSWER, PAUSE, SLOTS, ROW = 32, 8, 300, 4, 60, 0.25, 8, 832
+"""Chains, turns, tokens of a prompt, a turn and a tool's result, mean seconds of a tool, slots, tokens of a row."""
+
+
+def save_network(folder: Path) -> None:
+    """Save a network of 25M parameters with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 512, **heads}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=2048)).save_pretrained(folder)
+
+
+async def play(recipe: RolloutRecipe, url: str, salt: int) -> tuple[float, float]:
+    """Run the chains. Return the seconds, and the prompt tokens computed over the ideal."""
+    async with InferenceClient(url) as client:
+        await client.check_routes()
+        places, sampler = Places(recipe, client), Sampler(recipe, client, [])
+
+        async def computed() -> float:
+            return sum(load.prompt_tokens - load.cached_tokens for load in (await client.loads()).values())
+
+        async def run(number: int) -> None:
+            r, name = random.Random(number * 7 + salt), f"{salt}.{number}"
+            ids = [r.randrange(5, 512) for _ in range(OPENING)]
+            async with places.place(name, name) as place:
+                sampling = Sampling("policy", 1.0, name, priority=place.seat.order[0])
+                for turn in range(REAL_TURNS):
+                    async with place.turn(ids):
+                        ids = ids + (await sampler.sample(ids, sampling, turn, GENERATED)).token_ids
+                    ids = ids + [r.randrange(5, 512) for _ in range(ANSWER)]
+                    await asyncio.sleep(r.expovariate(1 / PAUSE))
+
+        before, start = await computed(), time.monotonic()
+        await asyncio.gather(*(run(number) for number in range(CHAINS)))
+        ideal = CHAINS * (OPENING + (REAL_TURNS - 1) * ANSWER)
+        return time.monotonic() - start, (await computed() - before) / ideal
+
+
+def real(python: str | None) -> tuple[list[float], list[float]]:
+    """Compare the chains of a real server: the embedded engine, or vLLM in the environment of `python`."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_network(Path(folder))
+        server: dict[str, Any] = {"engine": "embedded", "max_num_seqs": SLOTS, "max_model_len": ROW}
+        if python is not None:
+            blocks = str(SLOTS * ROW // 16)
+            server |= {"engine": "vllm", "options": {"python": python, "args": ["--num-gpu-blocks-override", blocks]}}
+        model = {"path": folder, "dtype": "float32"}
+        fields: dict[str, Any] = {"model": model, "server": {**server, "port": 8765}}
+        recipes = {
+            limit: RolloutRecipe(**fields, rollout={"concurrency": limit, "max_total_tokens": ROW})
+            for limit in ("auto", 6, 8, 12, 16, 32)
+        }
+        process = subprocess.Popen(server_command(recipes["auto"]), stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            url = next(line.split()[1] for line in process.stdout if line.startswith("ready "))
+            found = {}
+            for salt, (limit, recipe) in enumerate(recipes.items()):
+                found[limit] = asyncio.run(play(recipe, url, salt * 1000))
+                print(f"{limit}: {found[limit][0]:.1f} s, prompt {found[limit][1]:.2f} of the ideal", flush=True)
+        finally:
+            process.terminate()
+            process.wait()
+    seconds, ratio = found.pop("auto")
+    return [ratio], [seconds / min(others for others, _ in found.values())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--left", action="store_true")
+    parser.add_argument("--embedded", action="store_true")
+    parser.add_argument("--vllm", metavar="PYTHON")
     arguments = parser.parse_args()
-    ratios, walls = [], []
+    ratios, walls = list[float](), list[float]()
+    if arguments.embedded or arguments.vllm:
+        ratios, walls = real(arguments.vllm)
+        WORKLOADS.clear()
     for workload in WORKLOADS[:2] if arguments.quick else WORKLOADS:
         case = varied(workload, arguments.seed)
         fixed = {limit: simulate(case, limit, arguments.seed, arguments.left) for limit in FIXED}

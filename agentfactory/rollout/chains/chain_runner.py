@@ -260,6 +260,8 @@ class Runner(ABC):
         from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain."""
         group = trajectory.id.removesuffix(".retry").rpartition(".")[0]
         async with self.places.place(sampling.seed, group) as place:
+            # older groups first: the last chains of a batch do not wait behind those of the next one
+            sampling = replace(sampling, priority=place.seat.order[0])
             episode = Episode(self.setup, trajectory, task, sampling)
             episode.place, place.note = place, partial(episode.timeline.note, Activity.HELD)
             player = self.player(episode)

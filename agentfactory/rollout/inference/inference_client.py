@@ -159,6 +159,7 @@ class InferenceClient:
         chain: str = "",
         images: "RequestImages | None" = None,
         encoded: EncodedIds | None = None,
+        priority: int = 0,
     ) -> Completion:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`. Requests with different
         `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the JSON of earlier requests,
@@ -168,8 +169,8 @@ class InferenceClient:
         # only a server's search for stop strings needs text
         own = {"logprobs": 0, "detokenize": bool(sampling.get("stop"))}
         request: dict[str, Any] = {"model": model, "sampling_params": {**own, **sampling}}
-        if cache_salt is not None:
-            request["cache_salt"] = cache_salt
+        request |= {"cache_salt": cache_salt} if cache_salt is not None else {}
+        request |= {"priority": priority} if priority else {}
         if images is not None:
             request |= {"token_ids": images.collapsed(), "return_token_ids": True}
         else:
