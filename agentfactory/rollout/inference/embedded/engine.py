@@ -235,9 +235,9 @@ class Engine:
         if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
             return False
         # Continue in place if that loses nothing; otherwise copy the shared prefix to the idle slot of the least value:
-        # what it would cost to compute its tokens again, over the time since they were used.
+        # its tokens over the time since their use, squared, since those of ended chains are many.
         extends = ~self._held & (usable == self._computed) & (usable == usable[best])
-        value = np.where(self._held, np.inf, self._computed / (self._clock - self._used + 1))
+        value = np.where(self._held, np.inf, self._computed / (self._clock - self._used + 1) ** 2)
         slot = int(extends.argmax() if usable[best] and extends.any() else value.argmin())
         prefix = int(usable[best])
         if slot != best and usable[slot] < prefix:
