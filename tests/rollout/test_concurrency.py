@@ -1,13 +1,19 @@
 """Admission of chains by the tokens of their contexts, and by their number."""
 
+import asyncio
 from collections import Counter
 from math import ceil
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from agentfactory.rollout.chains.concurrency import Places
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.admission import FULL, Admission, Cache, State
+from agentfactory.rollout.inference.routing import PrefixTokens, Replica
+from agentfactory.rollout.inference.server_metrics import Load
 
 LONGEST = 400
 
@@ -135,3 +141,60 @@ def test_the_youngest_gives_its_seat_and_the_oldest_gets_the_next_one() -> None:
     admission.answer("b")
     admission.leave("b")
     assert next(chain.key for chain in admission.admit()) == "c"
+
+
+async def test_a_held_turn_stops_the_clock_and_ends_with_its_client() -> None:
+    fields = {"rollout": {"concurrency": 2, "max_total_tokens": 100}}
+    places = Places(RolloutRecipe.model_validate({"model": {"path": "m"}, **fields}))
+    held, sampled = list[float](), list[str]()
+
+    async def chain(name: str, tokens: int, more: int, tool: float) -> None:
+        async with places.place(name, name) as place, asyncio.timeout(0.3 + tool) as place.timer:
+            place.note = lambda start, end: held.append(end - start)
+            await asyncio.sleep(0.01)
+            async with place.turn([1] * tokens):
+                pass
+            await asyncio.sleep(tool)
+            async with place.turn([1] * (tokens + more)):
+                sampled.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(chain("old", 30, 40, 0.5))
+        young = tasks.create_task(chain("young", 30, 30, 0.05))
+        await asyncio.sleep(0)
+        places.admission.resize({0: Cache(80, 1)})
+        await asyncio.sleep(0.15)
+        assert [one.state for one in places.admission.chains.values()] == [State.IDLE, State.HELD]
+        impatient = asyncio.create_task(chain("impatient", 10, 10, 0))
+        await asyncio.sleep(0.05)
+        assert not young.done()
+        impatient.cancel()
+    assert sampled == ["old", "young"]
+    assert held[0] > 0.3, "longer than its limit"
+    assert not places.admission.chains
+
+
+async def test_turns_follow_their_seats() -> None:
+    """Also where a server does not report its cache."""
+    one, other = Replica("http://a"), Replica("http://b")
+    client = cast(Any, SimpleNamespace(assigned={}))
+
+    async def loads() -> dict[Replica, Load]:
+        return {one: Load(0, 0, 0, blocks=10, block_size=16), other: Load(0, 0, 0)}
+
+    client.loads, client.assign = loads, client.assigned.__setitem__
+    fields = {"rollout": {"max_total_tokens": 64}, "server": {"max_num_seqs": 2}}
+    places = Places(RolloutRecipe.model_validate({"model": {"path": "m"}, **fields}), client)
+    places.workers = 2
+    async with places.place("a", "a"), places.place("b", "b"), places.place("c", "b"):
+        assert places.admission.caches == {one: Cache(5, 16), other: Cache(2, 64)}
+        assert set(client.assigned.values()) == {one, other}
+
+
+def test_prefixes_are_computed_once_for_each_version_of_the_weights() -> None:
+    tokens = PrefixTokens()
+    tokens.note("a", [1] * 10, "v0", 5)
+    tokens.note("b", [1] * 10, "v0", 5)  # the same prompt
+    tokens.note("a", [1] * 18, "v0", 5)  # three tokens of a tool
+    tokens.note("b", [1] * 18, "v1", 5)
+    assert (tokens.sent, tokens.once) == (10 + 10 + 18 + 18, 10 + 0 + 3 + 18)

@@ -353,7 +353,7 @@ async def test_the_load_is_told(client: Client) -> None:
         running = [asyncio.create_task(client.generate(some_ids(30, i), max_tokens=1500)) for i in range(14)]
         # the server decodes twelve at a time
         async with asyncio.timeout(30):
-            while (load := next(iter((await ours.loads()).values()))).running < 12 or load.waiting != 2:
+            while (load := next(iter((await ours.loads()).values()))).running < 12 or load.waiting != 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (idle.running, idle.waiting) == (0, 0)
         assert load.running == 12

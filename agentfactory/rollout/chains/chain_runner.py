@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol, Self
 
 from agentfactory.base.errors import SettingError
@@ -263,7 +262,7 @@ class Runner(ABC):
             # older groups first: the last chains of a batch do not wait behind those of the next one
             sampling = replace(sampling, priority=place.seat.order[0])
             episode = Episode(self.setup, trajectory, task, sampling)
-            episode.place, place.note = place, partial(episode.timeline.note, Activity.HELD)
+            episode.place, place.note = place, episode.note_held
             player = self.player(episode)
             async with self.begun(episode):
                 try:

@@ -89,6 +89,7 @@ class Places:
         # without a report of the caches, as many chains as the servers run requests, or as the recipe says
         self._unknown = Cache(most, self._longest)
         self.admission = Admission({0: self._unknown}, self._longest, self._most_requests, at_most)
+        self._computed: tuple[float, ...] | None = None
         self._reading = asyncio.Lock()
         self._due = 0.0
 
@@ -118,6 +119,26 @@ class Places:
             if self._client is not None and isinstance(chain.home, Replica):
                 self._client.assign(chain.key.chain, chain.home)
             chain.key.admitted.set()
+
+    async def take_figures(self, client: "InferenceClient") -> dict[str, float]:
+        """Return the metrics of the servers' prefix caches since the last call, divided by the number of workers."""
+        try:
+            loads = (await client.loads()).values()
+        except InferenceError:
+            return {}
+        prompt, cached = sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
+        before, self._computed = self._computed, (prompt, cached, client.prefixes.sent, client.prefixes.once)
+        if before is None:
+            return {}
+        prompt, cached, sent, once = (now - then for now, then in zip(self._computed, before, strict=True))
+        if min(prompt, sent, once) <= 0:  # also for a server that began anew
+            return {}
+        # other workers and evaluations share the servers, so shares are compared
+        again = (prompt - cached) / prompt * sent / once - 1
+        return {
+            "prefix/hit_share": cached / prompt / self.workers,
+            "prefix/recomputed": max(0.0, again) / self.workers,
+        }
 
     async def _read_caches(self) -> None:
         if self._client is None:

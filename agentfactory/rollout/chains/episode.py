@@ -192,6 +192,10 @@ class Episode:
         """See Place."""
         return nullcontext() if self.place is None else self.place.turn(ids)
 
+    def note_held(self, start: float, end: float) -> None:
+        """Record that the next turn was held between two times of `time.monotonic()`."""
+        self.timeline.note(Activity.HELD, start, end, self.trajectory.turns)
+
     @property
     def penalty(self) -> float:
         return self.setup.config.outcome_penalty.get(self.trajectory.outcome, 0.0)

@@ -24,7 +24,7 @@ from agentfactory.rollout.inference.http_transport import (
     missing_routes,
     refusal,
 )
-from agentfactory.rollout.inference.routing import Recovery, Replica, Router, ServerState
+from agentfactory.rollout.inference.routing import PrefixTokens, Recovery, Replica, Router, ServerState
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
@@ -99,6 +99,7 @@ class InferenceClient:
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
+        self.prefixes = PrefixTokens()
         self.connection = Connection(api_key_env, proxy, section)
         self.recovery = Recovery(self.connection, self._router, retry_seconds)
         # a run's trainer pauses its own server, and resumes it; nobody does that for a teacher's
@@ -223,6 +224,7 @@ class InferenceClient:
                 if completion is None:
                     problem = "the server aborted the request"
                 elif self.recovery.is_current(completion.versions, model, oldest):
+                    self.prefixes.note(chain, token_ids, (model, oldest), len(completion.token_ids))
                     return completion
                 else:
                     problem = f"it sampled with {completion.versions[0].version}, not with {oldest and oldest.label}"

@@ -105,6 +105,26 @@ class Router:
         self.silent_since = None
 
 
+class PrefixTokens:
+    """A count of the prompt tokens that servers must compute if they keep every prefix: each token of a context once
+    for each version of the weights, and a prompt that several chains begin with once."""
+
+    def __init__(self) -> None:
+        self.sent = self.once = 0
+        """Tokens of all prompts, and those that are computed for the first time."""
+        self._known: OrderedDict[Hashable, tuple[Hashable, int]] = OrderedDict()
+        """Chain, or first prompt -> version of the weights, tokens of its last context."""
+
+    def note(self, chain: str, prompt: Sequence[Hashable], weights: Hashable, sampled: int) -> None:
+        """Note a turn of `sampled` tokens after `prompt`."""
+        key = chain if chain in self._known else hash(tuple(prompt))
+        version, known = self._known.get(key, (None, 0))
+        self.sent += len(prompt)
+        self.once += max(0, len(prompt) - (known if version == weights else 0))
+        _remember(self._known, key, (weights, len(prompt)))
+        _remember(self._known, chain, (weights, len(prompt) + sampled))
+
+
 def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
     memory[key] = value
     memory.move_to_end(key)

@@ -291,7 +291,8 @@ class Worker:
             for part in encode_delivered(delivered):
                 self.writer.write(part)
             await self.writer.drain()
-        await self._send("batch", figures=figures)
+        runner = sources[0].runner
+        await self._send("batch", figures={**figures, **await runner.places.take_figures(runner.client)})
 
     async def _send(self, kind: str, **fields: Any) -> None:
         self.writer.write(encode(kind, **fields))

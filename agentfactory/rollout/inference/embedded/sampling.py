@@ -67,8 +67,8 @@ class Request:
     bias and temperature (at 0, unscaled), `candidate_logprobs` those of `candidates` at each sampled token. Each image
     token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same `cache_salt`
     share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of each prompt
-    token but the first, by position. Those with a lower `priority` begin first. `versions` lists (label, index of its first token). `on_finish` is called once,
-    when `finish_reason` ("stop", "length", "abort" or "error") is set."""
+    token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is called once,
+    when `finish_reason` ("stop", "length", "abort" or "error") is set. Those with a lower `priority` begin first."""
 
     prompt: np.ndarray
     max_tokens: int
