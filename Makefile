@@ -156,7 +156,7 @@ lint: $(VENV)/.installed-dev
 
 # Regenerates the generated pages, and builds the site in build/site.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m agentfactory.recipe.reference docs
+	$(BIN)/python docs/reference_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The learning run of CI: the quickstart; `make test-wheel` trains the task that `agentfactory new` writes.
