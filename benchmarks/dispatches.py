@@ -114,7 +114,7 @@ class Count(TorchDispatchMode):
 
 def head_bytes(frozen: bool) -> float:
     """Return a GPU's bytes per token and entry: what grows neither with the tokens nor with the vocabulary alone."""
-    head._converts = lambda operand: True
+    head._in_one = lambda one, other: True
     total = 0
     for tokens, vocabulary in product((512, 1024), (4096, 8192)):
         weight = torch.randn(vocabulary, 8, dtype=torch.bfloat16 if frozen else torch.float32, requires_grad=not frozen)

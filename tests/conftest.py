@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from agentfactory.base.processes import environment
-from agentfactory.base.processes.precision import measured
+from agentfactory.base.processes.devices import measured
 from agentfactory.launching.child_processes import Children
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.http.connections import raise_open_files
+from agentfactory.base.processes.devices import GPU_DRIVERS
 from agentfactory.base.processes.interruption import run_interruptibly
-from agentfactory.base.processes.precision import GPU_DRIVERS
 from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.base.processes.devices import measured
 from agentfactory.base.processes.interruption import run_interruptibly
-from agentfactory.base.processes.precision import measured
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
@@ -85,10 +85,10 @@ def _checkpoints(recipe: Recipe) -> int:
 
 
 def check_dtype(recipe: Recipe) -> Iterator[Finding]:
-    """Warn about a precision that this machine's CPU emulates, and is several times slower in."""
+    """Warn about bfloat16 on a machine that emulates it, which takes several times as long."""
     if not recipe.plans_for_a_gpu:
         (fastest, reason), dtype = measured(), recipe.model.dtype
-        if fastest == "float32" != dtype:
+        if (dtype, fastest) == ("bfloat16", "float32"):
             yield warning("model.dtype", f"got {dtype!r}, which is slow here: {reason}", "use auto")
         else:
             yield ok("model.dtype", f"{dtype}: {reason}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
-from agentfactory.base.processes.precision import may_have_gpu
+from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.launching.merging import Merge
 from agentfactory.launching.placement import Placement, place

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.precision import may_have_gpu
+from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.recipe.schema import Recipe, updated
 from agentfactory.rollout.inference.server_command_line import server_command
 from agentfactory.trainers.sync.backends import backend_of

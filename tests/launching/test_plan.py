@@ -22,7 +22,7 @@ from tests.launching.test_resume import recipe_of, write_checkpoint
 
 @pytest.fixture
 def two_stages(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("agentfactory.base.processes.precision.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.base.processes.devices.GPU_DRIVERS", ())
     recipe = yaml.safe_load((project / "recipe.yaml").read_text())
     for name in ("first", "second"):
         (project / f"{name}.yaml").write_text(yaml.safe_dump({**recipe, "name": name}))

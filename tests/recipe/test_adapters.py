@@ -30,7 +30,7 @@ Make = Callable[..., Path]
 @pytest.fixture
 def stages(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two stages that train adapters of rank 8, on a machine without a GPU."""
-    monkeypatch.setattr("agentfactory.base.processes.precision.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.base.processes.devices.GPU_DRIVERS", ())
     recipe = yaml.safe_load((project / "recipe.yaml").read_text())
     for name in ("first", "second"):
         own = {**recipe, "name": name, "model": {**recipe["model"], "lora": {"rank": 8}}}

@@ -48,9 +48,9 @@ class ModelConfig(Section):
     path: str
     """Hub name or folder of a causal language model in the transformers format."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the forward pass in the trainer and the server. auto: bfloat16 if this machine computes faster with
-    it, which is measured once, or placement.gpu_memory_gib names another one's GPU; else float32. The run's recipe has
-    the result."""
+    """Precision of the forward pass in the trainer and the server. auto: float32 or bfloat16, whichever this machine
+    computes faster in, measured once; bfloat16 if placement.gpu_memory_gib plans for a GPU. The run's recipe has the
+    result."""
     chat_template: str | None = None
     """File with a Jinja chat template, used instead of the tokenizer's own."""
     lora: LoraConfig | None = None

@@ -229,11 +229,11 @@ class RolloutRecipe(ToolsRecipe):
     def _choose_dtype(self) -> Self:
         if self.model.dtype == "auto":
             # imported here, because resolved recipes do not need it
-            from agentfactory.base.processes.precision import fastest_dtype, measured
+            from agentfactory.base.processes.devices import fastest_dtype
 
-            # told where the recipe asks; doctor always tells
-            here = fastest_dtype if "dtype" in self.model.model_fields_set else lambda: measured()[0]
-            dtype = "bfloat16" if self.plans_for_a_gpu else here()
+            # doctor always tells
+            is_asked = "dtype" in self.model.model_fields_set
+            dtype = "bfloat16" if self.plans_for_a_gpu else fastest_dtype(tell=is_asked)
             self.model = self.model.model_copy(update={"dtype": dtype})
         return self
 

@@ -78,21 +78,22 @@ class Scores(torch.autograd.Function):
         return back, of_weight, None, None, None, None
 
 
-def _converts(operand: Tensor) -> bool:
-    """Whether operators read and write several precisions; on a CPU, torch takes memory for a copy of `operand`."""
-    return operand.is_cuda
+def _in_one(one: Tensor, other: Tensor) -> bool:
+    """Return whether one operator can read `one` and write `other`: on a CPU, torch copies operands of another
+    precision first."""
+    return one.dtype == other.dtype or one.is_cuda
 
 
 def _minus(logits: Tensor, shift: Tensor, out: Tensor) -> None:
-    if _converts(logits):
+    if _in_one(logits, out):
         torch.sub(logits, shift, out=out)
     else:
         out.copy_(logits).sub_(shift)
 
 
 def _rounded(function: Callable[..., Tensor], wide: Tensor, *others: Tensor, out: Tensor) -> Tensor:
-    """Return function(wide, *others) in the memory and the precision of `out`; without conversion, `wide` is lost."""
-    if _converts(out):
+    """Return function(wide, *others) in the memory and the precision of `out`. What `wide` held may be lost."""
+    if _in_one(wide, out):
         return function(wide, *others, out=out)
     return out.copy_(function(wide, *others, out=wide))
 

@@ -1,5 +1,6 @@
-"""The precision in which this machine computes fastest, for `model.dtype: auto`. `python -m
-agentfactory.base.processes.precision` measures and prints it, so that the caller need not import torch."""
+"""This machine's devices: whether it may have a GPU, and the precision in which it computes fastest, for
+`model.dtype: auto`. `python -m agentfactory.base.processes.devices` measures and prints it, so that the caller need not
+import torch."""
 
 import functools
 import json
@@ -14,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.run_notices import inform
 
@@ -24,7 +26,13 @@ ROWS = {"a decoding step": 8, "a prefill": 256}
 WIDTH, HEIGHT, REPETITIONS = 1024, 4096, 5
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
-_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS")
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of GPU drivers that torch supports: NVIDIA's, AMD's, and NVIDIA's under WSL."""
 
@@ -34,48 +42,49 @@ def may_have_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
-@functools.cache
-def fastest_dtype() -> str:
-    """Return bfloat16 or float32, and show the reason once. Raises SettingError if torch cannot be imported."""
+def fastest_dtype(tell: bool) -> str:
+    """Return bfloat16 or float32, and show the reason once if `tell`. Raises SettingError without torch."""
     dtype, reason = measured()
-    inform(logger, f"model.dtype: auto is {dtype}: {reason}")
+    if tell:
+        _tell(f"model.dtype: auto is {dtype}: {reason}")
     return dtype
 
 
 @functools.cache
+def _tell(text: str) -> None:
+    inform(logger, text)
+
+
+@functools.cache
 def measured() -> tuple[str, str]:
-    """Return the result of `measure`, for a CPU from the user's cache folder after the first time. Raises SettingError
-    if torch cannot be imported."""
-    kept = _kept()
-    found = None
-    with suppress(OSError, ValueError):
-        found = json.loads(kept.read_text(encoding="utf-8"))
-    if not (isinstance(found, list) and len(found) == 2):
-        try:
-            found = parent_watch.answer_of("agentfactory.base.processes.precision")
-        except RuntimeError as error:
-            raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
-        if not may_have_gpu():
-            # without a folder to write to, each start measures
-            with suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps(found), encoding="utf-8")
-    dtype, reason = map(str, found)
+    """Return the result of `measure`, which stays in the user's cache folder. Raises SettingError if torch cannot be
+    imported."""
+    # without torch, a home or a folder to write to, nothing is kept
+    with suppress(OSError, RuntimeError, ValueError, TypeError, ImportError):
+        dtype, reason = json.loads(_kept().read_text(encoding="utf-8"))
+        if dtype in ("float32", "bfloat16"):
+            return dtype, str(reason)
+    try:
+        dtype, reason = parent_watch.answer_of("agentfactory.base.processes.devices")
+    except RuntimeError as error:
+        raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
+    # a driver whose GPU torch does not find may soon be mended
+    if may_have_gpu() == ("GPU" in reason):
+        with suppress(OSError, RuntimeError, ImportError):
+            _kept().parent.mkdir(parents=True, exist_ok=True)
+            write_whole(_kept(), json.dumps([dtype, reason]).encode())
     return dtype, reason
 
 
 def _kept() -> Path:
-    """Return the file of this processor's result: of its name and instructions, torch's version, and their limits."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))} or {
-        platform.processor()
-    }
-    known = [*sorted(processor), version("torch"), may_have_gpu(), *(os.environ.get(name, "") for name in _VARIABLES)]
+    """Return the file of a result: for a processor by its name and instructions, for GPUs until the next start of the
+    machine, for torch by its version, and by what limits them."""
+    machine = Path("/proc/sys/kernel/random/boot_id" if may_have_gpu() else "/proc/cpuinfo")
+    lines = machine.read_text(encoding="utf-8").splitlines() if machine.exists() else [platform.processor()]
+    known = {line for line in lines if line.startswith(("model name", "flags", "Features")) or ":" not in line}
+    limits = [os.environ.get(name, "") for name in _VARIABLES]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory"
-    return folder / f"dtype-{sha256(repr(known).encode()).hexdigest()[:16]}.json"
+    return folder / f"dtype-{sha256(repr([sorted(known), version('torch'), limits]).encode()).hexdigest()[:16]}.json"
 
 
 def measure() -> tuple[str, str]:
