@@ -1,15 +1,15 @@
 """Recipe sections of the tools package: `tools:`, `mcp_servers:` and `limits:`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import Fault, SettingError, refuse, short
 from agentfactory.base.messages import LARGEST_REWARD
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -30,6 +30,19 @@ class Section(BaseModel):
     description."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def _complete(self) -> None:
+        """Set fields whose defaults follow from other fields."""
+
+    def _faults(self) -> Iterable[Fault]:
+        """Yield the faults of fields that do not agree with each other."""
+        return ()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        self._complete()
+        refuse(self._faults())
+        return self
 
 
 def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -181,13 +194,7 @@ class McpServerConfig(Section):
             raise SettingError("type", f"got {short(kind)} with {way}", "remove it")
         return fields
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> "McpServerConfig":
-        for fault in self._faults():
-            raise SettingError(*fault)
-        return self
-
-    def _faults(self) -> Iterator[tuple[str, str, str]]:
+    def _faults(self) -> Iterator[Fault]:
         given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
             yield "", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}"
@@ -207,7 +214,7 @@ class McpServerConfig(Section):
             yield "isolation", f"got {self.isolation} with {way}", advice
         yield from self._faults_of_folders()
 
-    def _faults_of_folders(self) -> Iterator[tuple[str, str, str]]:
+    def _faults_of_folders(self) -> Iterator[Fault]:
         others = {"command": self.command, "url": self.url, "container": self.container, "workspace": self.workspace}
         # the rest of a header may be a secret, so it is not quoted
         others |= {f"headers.{key}": CHAIN for key, value in self.headers.items() if CHAIN in value}
@@ -293,15 +300,12 @@ class LimitsConfig(Section):
     on_breach: dict[Limit, BreachConfig] = {}
     """Limit -> consequence of exceeding it. Default of a limit without an entry: `tell`."""
 
-    @model_validator(mode="after")
-    def _limits_can_be_reached(self) -> "LimitsConfig":
+    def _faults(self) -> Iterator[Fault]:
         for limit in self.on_breach:
             if not getattr(self, limit):
-                fix = f"set limits.{limit}, or remove the entry"
-                raise SettingError(f"on_breach.{limit}", "there is no such limit", fix)
+                yield f"on_breach.{limit}", "there is no such limit", f"set limits.{limit}, or remove the entry"
         if self.cost is not None and not self.cost_per_call:
-            raise SettingError("cost", f"got {self.cost:g}, but no call costs anything", "set limits.cost_per_call")
-        return self
+            yield "cost", f"got {self.cost:g}, but no call costs anything", "set limits.cost_per_call"
 
 
 class ToolsRecipe(Section):

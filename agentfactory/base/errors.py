@@ -1,5 +1,6 @@
 """The error for invalid settings, and interruptions that look like errors."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -24,6 +25,16 @@ class SettingError(ValueError):
         """Return a copy for another field or source."""
         field = self.field if field is None else field
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
+
+
+Fault = tuple[str, str, str]
+"""The arguments of a SettingError: field, problem and fix."""
+
+
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raise SettingError for the first fault."""
+    for fault in faults:
+        raise SettingError(*fault)
 
 
 class CommandFailed(Exception):

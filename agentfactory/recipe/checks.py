@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import Fault, SettingError, refuse, short
 from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
@@ -23,7 +23,7 @@ from agentfactory.recipe.code_checks import (
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
-from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
+from agentfactory.recipe.train_checks import Lack, check_training, placement_faults
 from agentfactory.rollout.chains.opening_prompt import check_lengths, check_texts
 from agentfactory.rollout.config import Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks

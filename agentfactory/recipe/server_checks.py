@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentfactory.base.errors import short
+from agentfactory.base.errors import Fault, short
 from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.recipe.train_checks import Fault, Lack, has_vision_tower
+from agentfactory.recipe.train_checks import Lack, has_vision_tower
 from agentfactory.rollout.config import Inflight
 
 _VLLM = "or set server.engine=vllm"

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import Fault, SettingError, refuse, short
 from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.recipe.composition import display
@@ -27,15 +27,8 @@ from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 ADAPTED_TOWER = "--enable-tower-connector-lora"
 
-Fault = tuple[str, str, str]
 Lack = Callable[[str, str, str], None]
 """Callback for a missing program or package: (field, problem, fix). It raises unless the recipe is only inspected."""
-
-
-def refuse(faults: Iterable[Fault]) -> None:
-    """Raise SettingError for the first fault."""
-    for fault in faults:
-        raise SettingError(*fault)
 
 
 def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.base.config import Choice, Options, PositiveFloat, PositiveInt, Section, TypedOptions
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault, SettingError
 from agentfactory.base.messages import LARGEST_REWARD
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
@@ -86,12 +86,9 @@ class GaeOptions(ReturnOptions):
 class GigpoOptions(ScaleOptions, ReturnOptions):
     """Options of `estimator: gigpo`."""
 
-    @field_validator("scale")
-    @classmethod
-    def _is_of_a_group(cls, scale: str) -> str:
-        if scale == "batch":
-            raise SettingError("", "got 'batch'", "use none or group")
-        return scale
+    def _faults(self) -> Iterator[Fault]:
+        if self.scale == "batch":
+            yield "scale", "got 'batch'", "use none or group"
 
 
 class AdvantageConfig(Choice):
@@ -139,11 +136,9 @@ class MaskOptions(CapOptions):
     low: float = Field(default=0.5, ge=0)
     """Smallest ratio that the mask lets through."""
 
-    @model_validator(mode="after")
-    def _bounds_leave_a_range(self) -> "MaskOptions":
+    def _faults(self) -> Iterator[Fault]:
         if self.low >= self.high:
-            raise SettingError("low", f"got {self.low}, and high is {self.high}", "lower it")
-        return self
+            yield "low", f"got {self.low}, and high is {self.high}", "lower it"
 
 
 class MismatchConfig(Choice):
@@ -391,13 +386,7 @@ class TeacherConfig(Section):
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> "TeacherConfig":
-        for fault in self._faults():
-            raise SettingError(*fault)
-        return self
-
-    def _faults(self) -> Iterator[tuple[str, str, str]]:
+    def _faults(self) -> Iterator[Fault]:
         if self.model is None and self.url is None and self.context is None:
             fix = "name a stronger model, its server by teacher.url, or set teacher.context for self-distillation"
             yield "model", "missing: without it, the policy would teach itself", fix
@@ -449,11 +438,9 @@ class SyncConfig(Section):
     options: Options = {}
     """Additional arguments for a FILE.py:NAME backend."""
 
-    @model_validator(mode="after")
-    def _options_are_for_ones_own(self) -> "SyncConfig":
+    def _faults(self) -> Iterator[Fault]:
         if self.options and ".py:" not in self.backend:
-            raise SettingError("options", f"got {self.options} with sync.backend={self.backend}", "remove it")
-        return self
+            yield "options", f"got {self.options} with sync.backend={self.backend}", "remove it"
 
 
 class PlacementConfig(Section):
@@ -482,12 +469,9 @@ class TrackConfig(Section):
     """Chains per step, spread from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow)
     get as text; wandb and trackio also get the images. 0: none."""
 
-    @field_validator("trackers")
-    @classmethod
-    def _check_trackers(cls, trackers: list[str]) -> list[str]:
-        if len(set(trackers)) < len(trackers):
-            raise SettingError("", f"got {', '.join(trackers)}", "name each once")
-        return trackers
+    def _faults(self) -> Iterator[Fault]:
+        if len(set(self.trackers)) < len(self.trackers):
+            yield "trackers", f"got {', '.join(self.trackers)}", "name each once"
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -570,20 +554,18 @@ class TrainRecipe(RolloutRecipe):
             found[name] = server if own is None else replace(server, url=own, field=f"{section}.teacher_url")
         return found
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> "TrainRecipe":
+    def _faults(self) -> Iterator[Fault]:
+        yield from super()._faults()
         for index, source in enumerate([] if self.data is None else self.data.sources):
             if source.teacher_url is not None and (self.teacher is None or self.teacher.url is None):
                 problem, fix = f"got {source.teacher_url!r} without teacher.url", "set teacher.url, for other sources"
-                raise SettingError(f"data.sources.{index}.teacher_url", problem, fix)
-        return self
+                yield f"data.sources.{index}.teacher_url", problem, fix
 
-    @model_validator(mode="after")
-    def _apply_algorithm(self) -> "TrainRecipe":
-        """Apply the algorithm's defaults outside of `train`; saved groups are not filtered."""
+    def _complete(self) -> None:
+        super()._complete()
+        # the algorithm's defaults outside of `train`; saved groups are not filtered
         for name, value in ALGORITHMS[self.train.algorithm].items():
             section, _, field = name.partition(".")
             in_rollout = section == "rollout" and not self.train.from_trajectories
             if in_rollout and field not in self.rollout.model_fields_set:
                 setattr(self.rollout, field, value)
-        return self

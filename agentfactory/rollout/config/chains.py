@@ -1,13 +1,13 @@
 """Settings of chains, which a recipe has for all of them and a source of tasks for its own: rollout's first part, and
 rewards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator
 
 from agentfactory.base.config import Choice, NoOptions, Penalty, PositiveInt, Section, TypedOptions
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault
 from agentfactory.base.processes.sandbox_limits import ProgramLimits, SandboxKind
 from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.rollout.trajectory import Outcome
@@ -32,15 +32,13 @@ class ContextConfig(Section):
     """Maximum number of images in a row, under any policy. When a tool result exceeds it, a new row starts without the
     oldest turns that have images; the opening messages and the last turn always stay. Null: no limit."""
 
-    @model_validator(mode="after")
-    def _leaves_turns(self) -> "ContextConfig":
+    def _faults(self) -> Iterator[Fault]:
         if self.policy == "truncate" and self.keep_turns == 0:
             problem = "got 0 with policy=truncate, which would drop all turns"
-            raise SettingError("keep_turns", problem, "use at least 1, or policy=summarize")
+            yield "keep_turns", problem, "use at least 1, or policy=summarize"
         if self.policy == "keep" and self.keep_turns != 2:
             problem = f"got {self.keep_turns} with policy=keep, which keeps all turns"
-            raise SettingError("keep_turns", problem, "set policy to truncate or summarize, or remove it")
-        return self
+            yield "keep_turns", problem, "set policy to truncate or summarize, or remove it"
 
 
 class RewardConfig(Section):
@@ -80,18 +78,16 @@ class ProgramOptions(Section):
     memory_mb: PositiveInt = 4096
     """In the sandbox: total memory of a chain's processes, in MiB; `/tmp` may take the same amount in addition."""
 
-    @model_validator(mode="after")
-    def _limits_can_hold(self) -> "ProgramOptions":
+    def _faults(self) -> Iterator[Fault]:
         for field in ("readable", "memory_mb"):
             # compare with defaults: a resolved recipe, which each process of a run reads, sets every field
             if self.sandbox is SandboxKind.NONE and getattr(self, field) != type(self).model_fields[field].default:
-                raise SettingError(field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them")
+                yield field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them"
         try:
             ProgramLimits(self.processes, self.memory_mb, self.disk_mb)
         except ValueError as error:
             field, _, problem = str(error).partition(": ")
-            raise SettingError(field, problem, "change it") from None
-        return self
+            yield field, problem, "change it"
 
 
 class OutsideOptions(Section):
@@ -144,16 +140,12 @@ class AgentConfig(Choice):
         """True if the agent reports the chain's reward: external programs, and agents of sources."""
         return self.name is not None and ".py:" not in self.name
 
-    @model_validator(mode="after")
-    def _is_one_agent(self) -> "AgentConfig":
+    def _faults(self) -> Iterator[Fault]:
         if (self.name is None) == (not self.command):
-            raise SettingError(
-                "", "it must have either a name or a command", "set one of name and command, and the other to null"
-            )
+            yield "", "it must have either a name or a command", "set one of name and command, and the other to null"
         known = {"outside", *registered(SOURCES)}
         if self.name is not None and self.name not in known and ".py:" not in self.name:
-            raise SettingError("name", f"got {self.name!r}", "write FILE.py:NAME, or outside")
-        return self
+            yield "name", f"got {self.name!r}", "write FILE.py:NAME, or outside"
 
 
 class ChainConfig(Section):

@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from agentfactory.base.config import Options, PositiveInt, Section
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault, SettingError
 from agentfactory.base.user_code.entry_points import SOURCES, load_named, registered
 
 
@@ -114,8 +115,7 @@ class DataConfig(Section):
             raise ValidationError.from_exception_data(cls.__name__, errors)
         return found
 
-    @model_validator(mode="after")
-    def _has_one_origin(self) -> "DataConfig":
+    def _faults(self) -> Iterator[Fault]:
         given = self.origins
         if len(given) != 1:
             others = [*registered(SOURCES), *({"sources"} & type(self).model_fields.keys())]
@@ -123,14 +123,13 @@ class DataConfig(Section):
             shown = (name if isinstance(value, TaskSource) else f"{name}={value}" for name, value in given.items())
             got = " and ".join(shown) or f"no {', '.join(first)} or {last}"
             fix = f"set one: path (a file of rows), source (FILE.py:NAME) or {' or '.join(others)}; null for the others"
-            raise SettingError("", f"got {got}", fix)
+            yield "", f"got {got}", fix
         (origin,) = given
         if self.options and self.source is None:
-            raise SettingError("options", f"got {self.options} without source", "set it to null")
+            yield "options", f"got {self.options} without source", "set it to null"
         if self.path is None and (self.subset is not None or self.split != "train"):
             name = "split" if self.subset is None else "subset"
-            raise SettingError(name, f"got {getattr(self, name)!r} with {origin}; it is for hub datasets", "remove it")
-        return self
+            yield name, f"got {getattr(self, name)!r} with {origin}; it is for hub datasets", "remove it"
 
 
 class CurriculumConfig(Section):

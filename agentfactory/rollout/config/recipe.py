@@ -2,15 +2,15 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from agentfactory.base.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault, SettingError
 from agentfactory.rollout.config.chains import AgentConfig, ChainConfig, RewardConfig
 from agentfactory.rollout.config.data import CurriculumConfig, DataConfig
 from agentfactory.rollout.config.model import ModelConfig
@@ -104,15 +104,12 @@ class RolloutConfig(ChainConfig):
     curriculum: CurriculumConfig | None = None
     """Visit solved and hopeless tasks less often. Null: visit each task once per epoch."""
 
-    @model_validator(mode="after")
-    def _policies_can_work(self) -> "RolloutConfig":
+    def _faults(self) -> Iterator[Fault]:
         for outcome, policy in self.on_outcome.items():
             possible = _POSSIBLE.get(outcome, tuple(OutcomePolicy))
             if policy not in possible:
-                raise ValueError(
-                    f"on_outcome.{outcome}: got {policy}, but such a chain has no reward; use {' or '.join(possible)}"
-                )
-        return self
+                problem = f"got {policy}, but such a chain has no reward"
+                yield f"on_outcome.{outcome}", problem, f"use {' or '.join(possible)}"
 
     def outcome_policy(self, outcome: Outcome) -> OutcomePolicy:
         """Return the policy for chains with this outcome."""
@@ -215,18 +212,13 @@ class RolloutRecipe(ToolsRecipe):
 
     _names_alone = field_validator("rewards", mode="before")(names_alone)
 
-    @model_validator(mode="after")
-    def _add_worlds(self) -> Self:
+    def _complete(self) -> None:
         both = (self.data, self.eval.data)
         if not any(data is not None and data.sources for data in both):
             # otherwise each part has its own
             for data in both:
                 self.tools = _with_world(self.tools, self.mcp_servers, data)
                 self.rollout = _with_agent(self.rollout, data)
-        return self
-
-    @model_validator(mode="after")
-    def _choose_dtype(self) -> Self:
         if self.model.dtype == "auto":
             # imported here, because resolved recipes do not need it
             from agentfactory.base.processes.devices import fastest_dtype
@@ -235,38 +227,27 @@ class RolloutRecipe(ToolsRecipe):
             is_asked = "dtype" in self.model.model_fields_set
             dtype = "bfloat16" if self.plans_for_a_gpu else fastest_dtype(tell=is_asked)
             self.model = self.model.model_copy(update={"dtype": dtype})
-        return self
 
-    @model_validator(mode="after")
-    def _rows_fit(self) -> Self:
+    def _faults(self) -> Iterator[Fault]:
         # memory is planned, and losses are normalised, for the longest rows
         most = self.rollout.max_total_tokens
         for section, data in [*sections(self.data, "data"), *sections(self.eval.data, "eval.data")]:
             if isinstance(data, SourceConfig) and data.max_total_tokens > most and "max_total_tokens" in data.own:
                 problem = f"got {data.max_total_tokens}, more than rollout.max_total_tokens={most}"
-                raise SettingError(f"{section}.max_total_tokens", problem, "lower it, or raise that of rollout")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_differ(self) -> Self:
+                yield f"{section}.max_total_tokens", problem, "lower it, or raise that of rollout"
         for part in self.parts() if self.rollout.equal_rewards is not EqualRewards.KEEP else []:
             if part.recipe.rollout.group_size == 1:
                 problem = f"got {self.rollout.equal_rewards} with groups of one chain in {part.section}"
-                raise SettingError("rollout.equal_rewards", f"{problem}, which would all be dropped", "use keep")
-        return self
-
-    @model_validator(mode="after")
-    def _held_out_sources_have_no_share(self) -> Self:
+                yield "rollout.equal_rewards", f"{problem}, which would all be dropped", "use keep"
         if self.eval.data is not None and self.eval.data.curriculum is not None:
-            raise SettingError("eval.data.curriculum", "is set, but each held-out task is visited once", "remove it")
+            yield "eval.data.curriculum", "is set, but each held-out task is visited once", "remove it"
         for index, source in enumerate([] if self.eval.data is None else self.eval.data.sources):
             if source.weight != 1.0:
-                problem, fix = f"got {source.weight:g}, but each held-out task is visited once", "remove it"
-                raise SettingError(f"eval.data.sources.{index}.weight", problem, fix)
+                problem = f"got {source.weight:g}, but each held-out task is visited once"
+                yield f"eval.data.sources.{index}.weight", problem, "remove it"
             if source.teacher_url is not None:
-                problem, fix = f"got {source.teacher_url!r}, but no teacher grades held-out tasks", "remove it"
-                raise SettingError(f"eval.data.sources.{index}.teacher_url", problem, fix)
-        return self
+                problem = f"got {source.teacher_url!r}, but no teacher grades held-out tasks"
+                yield f"eval.data.sources.{index}.teacher_url", problem, "remove it"
 
     def variables(self) -> set[str]:
         """Return the environment variables that the recipe names: in `env`, in fields such as `api_key_env`, and as

@@ -4,17 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from agentfactory.base.config import LimitsConfig, McpServerConfig
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault, SettingError
 from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
 from agentfactory.rollout.config.data import CurriculumConfig, DataConfig
 
@@ -99,21 +92,19 @@ class TasksConfig(DataConfig):
         """See DataConfig."""
         return super().origins | ({"sources": [source.name for source in self.sources]} if self.sources else {})
 
-    @model_validator(mode="after")
-    def _sources_stand_alone(self) -> "TasksConfig":
+    def _faults(self) -> Iterator[Fault]:
+        yield from super()._faults()
         if not self.sources:
             if self.curriculum is not None:
-                problem, fix = "is set without data.sources", "for single tasks, set rollout.curriculum"
-                raise SettingError("curriculum", problem, fix)
-            return self
+                yield "curriculum", "is set without data.sources", "for single tasks, set rollout.curriculum"
+            return
         names = [source.name for source in self.sources]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise SettingError(f"sources.{index}.name", f"two sources are called {name!r}", "rename one")
+                yield f"sources.{index}.name", f"two sources are called {name!r}", "rename one"
         for name in ("columns", "limit", "shuffle"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise SettingError(name, f"got {value} beside sources", "set it in the sources that need it")
-        return self
+                yield name, f"got {value} beside sources", "set it in the sources that need it"
 
 
 def sections(config: DataConfig | None, section: str) -> Iterator[tuple[str, DataConfig]]:
