@@ -3,6 +3,7 @@
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ from tests.project import Command, load_and_check
 pytestmark = pytest.mark.extended
 
 PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
+
+
+def steps_of_a_run(own: str, quickstart: Path, folder: Path, agentfactory: Command) -> list[dict[str, Any]]:
+    """Train the quickstart's fine-tuned model with further sections of the recipe in the folder `run`; return the
+    metrics of its steps."""
+    (model,) = (quickstart / "sft" / "checkpoints").iterdir()
+    rest = f"extends: {QUICKSTART / 'grpo.yaml'}\nprepare: null\nmodel: {{path: {model}}}\neval: {{data: null}}\n"
+    (folder / "recipe.yaml").write_text(textwrap.dedent(own) + rest)
+    agentfactory("train", "recipe.yaml", "output=run", status=0)
+    return [line for line in map(json.loads, (folder / "run" / "metrics.jsonl").open()) if "loss" in line]
 
 
 def write_page(page: Path, folder: Path) -> None:
@@ -227,23 +238,15 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
                     yield json.loads(line)
         """)
     )
-    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
-    (tmp_path / "recipe.yaml").write_text(
-        textwrap.dedent(f"""
-        extends: {QUICKSTART / "grpo.yaml"}
-        prepare: null
-        model: {{path: {model}}}
-        data: {{path: null, source: hunts.py:hunts, options: {{most: 64}}}}
-        eval: {{data: null}}
+    own = """
+        data: {path: null, source: hunts.py:hunts, options: {most: 64}}
         train:
           steps: 3
           batch_size: 2
-          advantage: {{estimator: maxrl.py:maxrl, options: {{least: 0.01}}}}
-          loss: {{policy: topr.py:topr, mismatch: {{correction: none}}}}
-        """)
-    )
-    agentfactory("train", "recipe.yaml", "output=run", status=0)
-    steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
+          advantage: {estimator: maxrl.py:maxrl, options: {least: 0.01}}
+          loss: {policy: topr.py:topr, mismatch: {correction: none}}
+        """
+    steps = steps_of_a_run(own, quickstart_run, tmp_path, agentfactory)
     assert [line["step"] for line in steps] == [1, 2, 3]
     # each token's credit follows from the reward's own formula
     credited = {}

@@ -1,15 +1,13 @@
 """Execute docs/add-a-sync-backend.md: backends in the user's own files."""
 
-import json
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from agentfactory.base.errors import SettingError
-from tests.conftest import QUICKSTART, REPOSITORY
+from tests.conftest import REPOSITORY
 from tests.project import Command, load_and_check
-from tests.test_own_algorithm import write_page
+from tests.test_own_algorithm import steps_of_a_run, write_page
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -66,20 +64,12 @@ def test_a_run_by_the_pages_backend(
     monkeypatch.chdir(tmp_path)
     write_page(PAGE, tmp_path)
     (tmp_path / "place").mkdir()
-    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
-    (tmp_path / "recipe.yaml").write_text(
-        textwrap.dedent(f"""
-        extends: {QUICKSTART / "grpo.yaml"}
-        prepare: null
-        model: {{path: {model}}}
+    own = f"""
         data: {{path: {quickstart_run / "prepared" / "train.jsonl"}}}
-        eval: {{data: null}}
         sync: {sync.replace("FOLDER", str(tmp_path / "place"))}
         train: {{steps: 2, batch_size: 2, warmup_steps: 0}}
-        """)
-    )
-    agentfactory("train", "recipe.yaml", "output=run", status=0)
-    steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
+        """
+    steps = steps_of_a_run(own, quickstart_run, tmp_path, agentfactory)
     assert [line["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3) for line in steps] == [True, True]
     assert all(line["sync/bytes"] > 1e5 for line in steps)
     left = [path.name for path in (tmp_path / "place").iterdir()]

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,16 +213,13 @@ class RunFolder:
         return checkpoint
 
 
-class Hold:
+class Hold(AbstractContextManager["Hold"]):
     """A lock on a run, which excludes other launchers and trainers. Children do not inherit it."""
 
     def __init__(self, path: Path):
         self._path = path
         self._file = path / ".lock"
         self._held: int | None = None
-
-    def __enter__(self) -> "Hold":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -11,7 +11,6 @@ from typing import Any
 import transformers
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.findings import Finding
@@ -46,7 +45,7 @@ from agentfactory.trainers.loop.rl import Note, SavedGroups, Services, TrainResu
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop, name_of
 from agentfactory.trainers.loop.time_share import TimeShare
-from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
+from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator, of_rank_0
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.proven_push import RetryingSync
@@ -94,11 +93,11 @@ def _open_folder(
     recipe: Recipe, folder: RunFolder, asked: str | Assignment | None, accelerator: Accelerator, stack: ExitStack
 ) -> Path | None:
     """Let rank 0 create or reopen the run folder and lock it; return the checkpoint to resume from, in each process."""
-    opened: list[Path | None] = [None]
+    checkpoint = None
     if accelerator.is_main_process:
         if isinstance(asked, Assignment):
             # the launcher has created or rewound the folder, locked it, and checked the checkpoint
-            opened[0] = asked.checkpoint
+            checkpoint = asked.checkpoint
             # the launcher shows our stdout, and logs our stderr
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         else:
@@ -107,13 +106,13 @@ def _open_folder(
             if asked is None:
                 RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
             else:
-                opened[0] = resume_stages([recipe], asked)[0].checkpoint
+                checkpoint = resume_stages([recipe], asked)[0].checkpoint
                 RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
             hold.take(make=True)
             if asked is not None:
-                rewind(recipe, folder, opened[0], lambda line: print(line, flush=True))
+                rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
         stack.callback(folder.note_stopped)
-    return broadcast_object_list(opened)[0]
+    return of_rank_0(accelerator, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class _Run:
         data = None if recipe.train.from_trajectories else recipe.data
         tasks = load_tasks(data, tell=True) if is_main and data is not None else None
         # conversations in data files bring their own tools
-        in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
+        in_data = of_rank_0(self.accelerator, any(task.get("tools") for task in tasks or []))
         renderer = self._load_renderer(in_data)
         checkpoints = self._checkpoints(renderer.tokenizer)
         checkpoints.note_renderer(renderer.template.source, renderer.info)

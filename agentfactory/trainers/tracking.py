@@ -8,9 +8,9 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import AbstractContextManager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -52,7 +52,7 @@ _FIXES = {
 """Tracker -> the fix if it does not start."""
 
 
-class Tracking:
+class Tracking(AbstractContextManager["Tracking"]):
     """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one. If a tracker fails
     during the run, the run continues with a warning: the tracker's data is in metrics.jsonl."""
 
@@ -108,9 +108,6 @@ class Tracking:
         for tracker, running in self._trackers.items():
             if chains and tracker != "tensorboard":
                 self._try(tracker, _log_table, running, tracker, step, chains, self._images)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(failed=error is not None)

@@ -5,10 +5,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, own_copy, text_of
@@ -41,7 +42,7 @@ def prediction_of(trajectory: Trajectory) -> str:
     return text_of(last.get("content") or "")
 
 
-class Rewards:
+class Rewards(AbstractAsyncContextManager["Rewards"]):
     """The weighted sum of several rewards; without any, the environment's own reward. As an async context manager, it
     closes the rewards' resources on exit. If there are several, the unweighted value of each is a metric of the chain:
     `reward/<name>`. Two rewards must not produce metrics of the same name, but a reward may replace a metric of the
@@ -216,9 +217,6 @@ class Rewards:
         alone = {} if len(self._entries) == 1 else {f"reward/{entry.name}": verdict.reward}
         turns = verdict.turn_rewards and [entry.weight * turn for turn in verdict.turn_rewards]
         return EnvironmentReward(entry.weight * verdict.reward, metrics | alone, turns)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         for entry in self._entries:
