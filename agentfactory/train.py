@@ -33,6 +33,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.base.files.disk import DiskError
+from agentfactory.base.activity import doing, heard
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.user_code import watch
@@ -94,6 +95,12 @@ def _faults(recipe: Recipe | StagedRecipe) -> Iterator[tuple[str, str, str]]:
         yield "prepare", "has not run yet", "run `agentfactory train` on the recipe"
 
 
+def _say_on_rank_0(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        # the launcher shows stdout, and logs stderr
+        print(text, flush=True)
+
+
 def _signalled(number: int, frame: FrameType | None) -> NoReturn:
     raise Signalled(number)
 
@@ -127,7 +134,8 @@ def _main() -> int:
         options = parse(sys.argv[1:])
         if options.assignment is not None:
             # takes seconds, so import it while the launcher waits for the server
-            importlib.import_module("agentfactory.launching.trainer_main")
+            with heard(_say_on_rank_0), doing("the trainer imports its libraries"):
+                importlib.import_module("agentfactory.launching.trainer_main")
         recipe, asked = load(options)
     except (SettingError, RunFolderError) as error:
         print(error, file=sys.stderr)
@@ -177,9 +185,7 @@ def leave(status: int) -> NoReturn:
 
 def supervised_main() -> int:
     """Run `main` in a process that this one supervises, and return the exit status."""
-    if os.environ.get("RANK", "0") == "0":
-        # the launcher shows stdout, and logs stderr
-        watch.say_by(lambda text: print(text, flush=True))
+    watch.say_by(_say_on_rank_0)
     try:
         return supervised(main)
     except DiedFromInside as error:

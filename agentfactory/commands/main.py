@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentfactory.base.activity import heard
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
@@ -179,30 +180,31 @@ def _run(options: argparse.Namespace) -> int | None:
     from agentfactory.recipe.composition import display, recipe_file
 
     folder, run = display(recipe.output), recipe_file(options.recipe, Path.cwd()).parent
-    try:
-        match options.command:
-            case "train":
-                launcher.train(recipe, options.overwrite, options.resume, _say)
-            case "serve":
-                # a manually started trainer begins with the recipe's own model
-                checkpoint = None if options.chat is None else trained_in(run, recipe, options.overrides)
-                server_commands.serve(recipe, checkpoint, _say, options.chat)
-            case "rollout":
-                server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), _say)
-            case "eval":
-                asked = {name: getattr(options, name) for name in ("model", "url", "samples", "beside")}
-                named = options.checkpoint or options.model or options.url
-                checkpoint = options.checkpoint if named else trained_in(run, recipe, options.overrides)
-                server_commands.evaluate(recipe, checkpoint, _say, **asked)
-    except KeyboardInterrupt as error:
-        if recipe.output.exists():
+    with heard(_say) as say:
+        try:
+            match options.command:
+                case "train":
+                    launcher.train(recipe, options.overwrite, options.resume, say)
+                case "serve":
+                    # a manually started trainer begins with the recipe's own model
+                    checkpoint = None if options.chat is None else trained_in(run, recipe, options.overrides)
+                    server_commands.serve(recipe, checkpoint, say, options.chat)
+                case "rollout":
+                    server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), say)
+                case "eval":
+                    asked = {name: getattr(options, name) for name in ("model", "url", "samples", "beside")}
+                    named = options.checkpoint or options.model or options.url
+                    checkpoint = options.checkpoint if named else trained_in(run, recipe, options.overrides)
+                    server_commands.evaluate(recipe, checkpoint, say, **asked)
+        except KeyboardInterrupt as error:
+            if recipe.output.exists():
+                error.add_note(f"run folder {folder}")
+            if options.command == "train" and is_run(recipe.output):
+                error.add_note("continue with --resume")
+            raise
+        except Exception as error:
             error.add_note(f"run folder {folder}")
-        if options.command == "train" and is_run(recipe.output):
-            error.add_note("continue with --resume")
-        raise
-    except Exception as error:
-        error.add_note(f"run folder {folder}")
-        raise
+            raise
     return OK
 
 
@@ -264,13 +266,13 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    look = None
-    if options.sample is not None:
-        from agentfactory.commands.sample_command import sample
+    look, run = None, load_named("agentfactory.doctor:run")
+    with heard(_say) as say:
+        if options.sample is not None:
+            from agentfactory.commands.sample_command import sample
 
-        look = partial(sample, options.recipe, options.overrides, options.sample, _say)
-    run = load_named("agentfactory.doctor:run")
-    return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
+            look = partial(sample, options.recipe, options.overrides, options.sample, say)
+        return OK if run(options.recipe, options.overrides, say, coordinates=options.coordinates, look=look) else FAILED
 
 
 def _run_module(options: argparse.Namespace) -> int | None:

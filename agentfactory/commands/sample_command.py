@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 
+from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
@@ -13,7 +14,7 @@ from agentfactory.commands.server_commands import acting, schedule_of
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.progress import follow_groups, tell_warnings
+from agentfactory.launching.progress import tell_warnings
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.load import load_recipe
@@ -29,6 +30,10 @@ def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iter
         kept, aside = (load_recipe(recipe, [*overrides, *other]) for other in ([], [f"output={folder}"]))
         check_recipe(aside, lacks=[])
         yield from _look(kept, aside, chains, say)
+    except KeyboardInterrupt as error:
+        logs = "kept"
+        error.add_note(f"what was sampled is in {folder}")
+        raise
     except (ChildFailed, SettingError, RunFolderError, ToolInfrastructureError) as error:
         text, _, fix = str(error).partition("; fix: ")
         if isinstance(error, ChildFailed):
@@ -57,6 +62,7 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         stage = stage.with_model(stages[0].model.path)
     with acting("look", stage, checkpoint, say) as (served, folder, urls):
         # these import transformers
+        from agentfactory.rollout.chains.chain_counts import COUNTS, describe_progress
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.evaluation.first_look import describe
@@ -68,7 +74,7 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         sizes = [min(size, chains - first) for first in range(0, chains, size)]
         say(f"sampling {plural(chains, 'chain')} in {plural(len(sizes), 'group')} with {served.label}")
         opened = open_sources(used, load_all(used.parts()), folder.path, urls, images=folder.images)
-        with tell_warnings(say), follow_groups(folder.trajectories, len(sizes), say):
+        with tell_warnings(say), doing(describe_progress(lambda: COUNTS, used.rollout)):
             _, looks = run_rollout(used, folder.trajectories, folder.log, opened, served.name, sizes)
     for name, look in looks.items():
         of, schedule = (f" on source {name}", None) if name else ("", schedule_of(used, chains))

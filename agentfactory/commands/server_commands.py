@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfactory.base.activity import doing
 from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.base.processes.interruption import run_interruptibly
@@ -18,7 +19,7 @@ from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Ch
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.placement import Placement, place
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.progress import follow_groups, tell_information, tell_warnings
+from agentfactory.launching.progress import tell_information, tell_warnings
 from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
@@ -156,6 +157,7 @@ def _run_eval(
     say: Say,
     step: int | None = None,
 ) -> "Evaluation":
+    from agentfactory.rollout.chains.chain_counts import COUNTS, describe_progress
     from agentfactory.rollout.evaluation.evaluate import run_eval
     from agentfactory.rollout.sources import load_all
 
@@ -164,7 +166,7 @@ def _run_eval(
         loaded = load_all(recipe.held_out_parts(), tell=True)
         tasks = sum(len(one.tasks) for one in loaded)
         say(f"evaluating {tasks} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
-        with follow_groups(folder.trajectories, tasks * (1 + greedy), say):
+        with doing(describe_progress(lambda: COUNTS, recipe.rollout)):
             log = partial(_log_figures, folder, step)
             return run_eval(recipe, folder.trajectories, log, opener(loaded), model)
 
@@ -209,6 +211,7 @@ def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
     """Run one group of chains for every task of `data`, and save them into `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
+        from agentfactory.rollout.chains.chain_counts import COUNTS, describe_progress
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.sources import load_all
 
@@ -218,7 +221,7 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
             groups = [one.part.recipe.rollout.group_size for one in loaded for _ in one.tasks]
             sizes = " or ".join(map(str, sorted(set(groups))))
             say(f"running {len(groups)} tasks, each by {sizes} chains")
-            with follow_groups(folder.trajectories, len(groups), say):
+            with doing(describe_progress(lambda: COUNTS, stage.rollout)):
                 log = partial(_log_figures, folder, served.step)
                 opened = open_sources(stage, loaded, folder.path, urls, images=folder.images)
                 metrics, looks = run_rollout(stage, folder.trajectories, log, opened, served.name)

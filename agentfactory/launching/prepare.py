@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import filled
 from agentfactory.base.processes import environment, parent_watch
@@ -40,7 +41,8 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
     variables = {name for stage in stages_of(recipe) for name in stage.variables()}
     say(f"preparing {display(folder)}")
     log = recipe.output / "logs" / "prepare.log"
-    with announced(f"running {Path(recipe.prepare).name} (prepare; log: {display(log)})"):
+    name = Path(recipe.prepare).name
+    with announced(f"running {name} (prepare; log: {display(log)})"), doing(f"{name} prepares {display(folder)}"):
         inherited = environment.for_chains(variables, {})
         children.wait(children.start("prepare function", prepare_command(recipe), log, inherited=inherited))
     if not folder.exists():

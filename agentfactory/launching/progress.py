@@ -1,12 +1,10 @@
 """Progress display: a live table and bar on a terminal, and plain lines elsewhere."""
 
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from statistics import fmean
 from typing import Any, Literal
 
@@ -16,9 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentfactory.base.activity import current, heard
 from agentfactory.base.run_notices import Notices, notice_of
-
-SAY_EVERY_SECONDS = 5.0
 
 _ROWS = 10
 _COLUMNS = {
@@ -40,10 +37,14 @@ class Progress:
         # the last steps predict best how long the next ones take
         self._seconds: deque[float] = deque(maxlen=20)
         self._plain_at = 0.0
+        self._stack = ExitStack()
         self._live: Live | None = None
+        self._say = self._print
         if self.console.is_terminal:
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
-            self._live.start()
+            self._stack.enter_context(self._live)
+        else:
+            self._say = self._stack.enter_context(heard(self._print))
 
     def update(self, metrics: dict[str, Any]) -> None:
         """Show one line of metrics. A line without a step's metrics is an evaluation and is shown as a note."""
@@ -73,12 +74,14 @@ class Progress:
 
     def close(self) -> None:
         """Restore the terminal; lines already shown stay."""
-        if self._live:
-            self._live.stop()
-            self._live = None
+        self._stack.close()
+        self._live = None
 
     def note(self, text: str) -> None:
         """Print a separate line that stays on the terminal."""
+        self._say(text)
+
+    def _print(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
     def _eta(self) -> str:
@@ -95,7 +98,8 @@ class Progress:
         bar = Table.grid(padding=(0, 2, 0, 0))
         done = f"{self._step}/{self.total}"
         bar.add_row(ProgressBar(total=self.total, completed=self._step, width=40), done, self._eta())
-        return Group(table, bar) if self._rows else Group(bar)
+        now = Text(current(), no_wrap=True, overflow="ellipsis")
+        return Group(table, bar, now) if self._rows else Group(bar, now)
 
 
 @contextmanager
@@ -147,33 +151,6 @@ class _Said(logging.Handler):
                 self._say(str(notice))
         elif self._notices is not None and (notice is None or self._notices.take(notice)):
             self._say(f"{record.levelname.lower()}: {record.getMessage()}")
-
-
-@contextmanager
-def follow_groups(folder: Path, total: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Report every few seconds how many of `total` groups are saved in `folder`, as lines of JSONL files."""
-    read: Counter[Path] = Counter()
-    ended = threading.Event()
-
-    def follow() -> None:
-        started, done, told = time.monotonic(), 0, 0
-        while not ended.wait(SAY_EVERY_SECONDS):
-            for path in folder.glob("*.jsonl"):
-                with path.open("rb") as file:
-                    file.seek(read[path])
-                    done += file.read().count(b"\n")
-                    read[path] = file.tell()
-            if done > told:
-                told = done
-                say(f"{done} of {total} groups of chains have ended, {_clock(time.monotonic() - started)} spent")
-
-    thread = threading.Thread(target=follow, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _clock(seconds: float) -> str:

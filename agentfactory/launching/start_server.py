@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from agentfactory.base.activity import QUIET_SECONDS, doing
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children, end_child, start_child
 from agentfactory.rollout.config import RolloutRecipe
@@ -17,7 +18,6 @@ from agentfactory.rollout.inference import server_command_line as serving
 from agentfactory.rollout.model_hub import check_names, model_names
 
 _END_SECONDS = 10.0
-_SAY_EVERY_SECONDS = 10.0
 
 
 def begin_server(
@@ -37,19 +37,17 @@ def begin_server(
 
 def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
     """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends."""
-    started = said = time.monotonic()
-    while (now := time.monotonic()) < started + recipe.server.startup_seconds:
-        children.check_all()
-        lines = server.tail(1000)
-        # the server picks a free port, and logs its address once it answers
-        if url := serving.ready_url(lines):
-            if said > started:
-                say(f"the server is ready after {now - started:.0f} s")
-            return url
-        if now > said + _SAY_EVERY_SECONDS:
-            say(f"waiting for the server, {now - started:.0f} s so far: {serving.stage(lines)}")
-            said = now
-        time.sleep(POLL_SECONDS)
+    started, lines = time.monotonic(), list[str]()
+    with doing(lambda seconds: f"waiting for the server, {seconds:.0f} s so far: {serving.stage(lines)}"):
+        while (now := time.monotonic()) < started + recipe.server.startup_seconds:
+            children.check_all()
+            lines = server.tail(1000)
+            # the server picks a free port, and logs its address once it answers
+            if url := serving.ready_url(lines):
+                if now - started > QUIET_SECONDS:
+                    say(f"the server is ready after {now - started:.0f} s")
+                return url
+            time.sleep(POLL_SECONDS)
     raise _not_ready(recipe.server.startup_seconds, server.log)
 
 

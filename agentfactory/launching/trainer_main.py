@@ -13,6 +13,7 @@ import yaml
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.activity import doing
 from agentfactory.base.findings import Finding
 from agentfactory.base.run_notices import Notice, notify
 from agentfactory.base.user_code.source_files import digests_of
@@ -141,7 +142,8 @@ class _Run:
         renderer = self._load_renderer(in_data)
         checkpoints = self._checkpoints(renderer.tokenizer)
         checkpoints.note_renderer(renderer.template.source, renderer.info)
-        rows = _sft_rows(recipe, renderer, tasks) if is_main else None
+        with doing("reading the rows of data"):
+            rows = _sft_rows(recipe, renderer, tasks) if is_main else None
         log, images = self.folder.log, self.images
         return train_sft(recipe, self.accelerator, checkpoints, rows=rows, log=log, stop=self.stop, images=images)
 

@@ -10,15 +10,12 @@ from safetensors.numpy import save_file
 
 from agentfactory.base.errors import SettingError
 from agentfactory.commands.eval_command import named
-from agentfactory.launching import progress
-from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
 from tests.project import Command
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -98,19 +95,3 @@ def test_chains_are_run_saved_and_told_and_so_is_a_tool_that_raises_at_most_of_i
     assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3] * 4
     (told,) = [line for line in lines if line.startswith("warning: tool ")]
     assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)
-
-
-def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SAY_EVERY_SECONDS", 0.01)
-    said: list[str] = []
-
-    def saved(name: str, text: str, count: int) -> None:
-        with (tmp_path / name).open("a") as file:
-            file.write(text)
-        wait_for(lambda: said and said[-1].startswith(f"{count} of 4 groups of chains have ended, "))
-
-    with follow_groups(tmp_path, 4, said.append):
-        saved("sampled.jsonl", "{}\n{", 1)
-        saved("greedy.jsonl", "{}\n", 2)
-        saved("sampled.jsonl", "}\n", 3)
-    assert len(said) == 3, "nothing is said where nothing has ended"

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from agentfactory.base.processes.supervised import Inside
+from agentfactory.rollout.chains.chain_counts import ChainCounts
+from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.token_row import Row
@@ -36,7 +38,7 @@ def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, 
     end = WorkerProcess.__new__(WorkerProcess)
     end.batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
     end._may_be_short, end._delivered, end.started = may_be_short, set(trained), True
-    end._groups, end.evaluations, end.log_file = [], deque(), Path("logs/worker.log")
+    end._groups, end.evaluations, end.log_file, end.counts = [], deque(), Path("logs/worker.log"), ChainCounts()
     end.held_by = lambda: None  # type: ignore[method-assign]
     end._longest_call = (600.0, "rollout.timeout_seconds")
     end._restore = lambda url: url == "http://a"
@@ -57,7 +59,7 @@ def connected(*ends: WorkerProcess) -> Iterator[list[socket.socket]]:
 
 def together(*ends: WorkerProcess) -> RolloutWorkers:
     all_of_them = RolloutWorkers.__new__(RolloutWorkers)
-    all_of_them._workers, all_of_them._evaluates = list(ends), True
+    all_of_them._workers, all_of_them._evaluates, all_of_them._rollout = list(ends), True, RolloutConfig()
     return all_of_them
 
 
@@ -90,7 +92,12 @@ def test_groups_arrive_in_pieces_between_other_messages() -> None:
         Group("g2", {}, []),
     ]
     end = worker()
-    sent = encode("alive") + delivered(groups[0], "g\n1.0") + delivered(groups[1]) + encode("batch", figures={"x": 1.0})
+    sent = (
+        encode("alive", counts=[1, 1, 0, 0, 0, 0.0])
+        + delivered(groups[0], "g\n1.0")
+        + delivered(groups[1])
+        + encode("batch", figures={"x": 1.0})
+    )
     with connected(end) as (theirs,):
         sending = threading.Thread(target=theirs.sendall, args=[sent])
         sending.start()

@@ -15,6 +15,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
+from agentfactory.rollout.chains.chain_counts import COUNTS
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
@@ -197,9 +198,17 @@ class Runner(ABC):
         return runner
 
     async def run(
-        self, chain_id: str, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
+        self,
+        chain_id: str,
+        task: Task,
+        sampling: Sampling,
+        scored: frozenset[Outcome] = ENDINGS,
+        begun: list[Trajectory] | None = None,
     ) -> Trajectory:
+        """Run a chain to its end; `begun` gets its trajectory at once. See `play`."""
         trajectory = begin(chain_id)
+        if begun is not None:
+            begun.append(trajectory)
         await self.play(trajectory, task, sampling, scored)
         return trajectory
 
@@ -258,7 +267,7 @@ class Runner(ABC):
         environment returns a reward. `trajectory` is updated meanwhile, so its content survives a cancelled call.
         Failures become outcomes; exceptions are only ServerUnreachableError, programming errors, RolloutStoppedError
         from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain."""
-        async with self.places:
+        async with COUNTS.chain(self.places):
             episode = Episode(self.setup, trajectory, task, sampling)
             player = self.player(episode)
             async with self.begun(episode):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
+from agentfactory.rollout.chains.chain_counts import COUNTS
 from agentfactory.rollout.chains.sampling import Sampling, TurnBudget
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -193,6 +194,8 @@ class Episode:
         """Count a turn of `sampled` tokens (None: unknown), taken in the state with this anchor."""
         before = self.sampled_tokens
         self.sampled_tokens = None if before is None or sampled is None else before + sampled
+        COUNTS.turns += 1
+        COUNTS.tokens += sampled or 0
         self.trajectory.note_turn(anchor)
 
     def note_malformed(self, turn: int, error: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from agentfactory.base.messages import EnvironmentReward
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, has_own_loop, load_agent
+from agentfactory.rollout.chains.chain_counts import follow_server
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
@@ -23,7 +24,7 @@ from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
-from agentfactory.rollout.groups.group_files import append_group, delete_groups
+from agentfactory.rollout.groups.group_files import append_group, delete_groups, keep_unfinished
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sources import Loaded, Source, mix_of, open_all
@@ -90,7 +91,11 @@ async def _connected(
     with opened as folder:
         async with InferenceClient(urls, server.api_key_env, server.retry_seconds, proxy) as client:
             await client.check_routes()
-            yield client, Path(folder)
+            following = asyncio.create_task(follow_server(client))
+            try:
+                yield client, Path(folder)
+            finally:
+                following.cancel()
 
 
 @asynccontextmanager
@@ -201,23 +206,41 @@ async def _play(
         temperature, samples = modes[mode]
         source, row = rows[number]
         task = await source.take(row)
+        path, begun = folder / f"{name}-{mode}.jsonl", list[Trajectory]()
         # the seed does not depend on `name`, so the same weights give the same metrics in every evaluation
         chains = [
             source.runner.run(
                 chain_id(f"{name}-{mode}-{number:05d}", sample),
                 task,
                 Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
+                begun=begun,
             )
             for sample in range(samples)
         ]
-        group = await source.runner.run_group(f"{mode}-{number:05d}", task, chains, source.name)
-        append_group(folder / f"{name}-{mode}.jsonl", group)
-        return group
+        return await _run_group(source, f"{mode}-{number:05d}", task, chains, begun, path)
 
     by_mode = await asyncio.gather(
         *(asyncio.gather(*(run_group(mode, number) for number in range(len(rows)))) for mode in modes)
     )
     return {mode: list(groups) for mode, groups in zip(modes, by_mode, strict=True)}
+
+
+async def _run_group(
+    source: Source[Any],
+    group_id: str,
+    task: Task,
+    chains: Sequence[Awaitable[Trajectory]],
+    begun: list[Trajectory],
+    path: Path,
+) -> Group:
+    """Run a group and append it to `path`. If it is cancelled, keep what its chains, as far as `begun`, sampled."""
+    try:
+        group: Group = await source.runner.run_group(group_id, task, chains, source.name)
+    except asyncio.CancelledError:
+        keep_unfinished(path, Group(group_id, task, begun, source=source.name))
+        raise
+    append_group(path, group)
+    return group
 
 
 def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
@@ -310,21 +333,24 @@ def run_rollout(
     path = folder / "rollout.jsonl"
 
     async def run_chain(
-        source: Source[ChainRunner], group_id: str, index: int, task: Task, retry: bool = False
+        source: Source[ChainRunner],
+        group_id: str,
+        index: int,
+        task: Task,
+        begun: list[Trajectory],
+        retry: bool = False,
     ) -> Trajectory:
         name = chain_id(group_id, index, retry)
         sampling = Sampling(model, recipe.rollout.temperature, seed=name)
-        chain = await source.runner.run(name, task, sampling, recipe.rollout.scored)
+        chain = await source.runner.run(name, task, sampling, recipe.rollout.scored, begun)
         if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retry:
-            return await run_chain(source, group_id, index, task, retry=True)
+            return await run_chain(source, group_id, index, task, begun, retry=True)
         return chain
 
     async def run_group(source: Source[ChainRunner], row: int, number: int, size: int) -> Group:
-        group_id, task = Place(number).group_id, await source.take(row)
-        chains = [run_chain(source, group_id, index, task) for index in range(size)]
-        group = await source.runner.run_group(group_id, task, chains, source.name)
-        append_group(path, group)
-        return group
+        group_id, task, begun = Place(number).group_id, await source.take(row), list[Trajectory]()
+        chains = [run_chain(source, group_id, index, task, begun) for index in range(size)]
+        return await _run_group(source, group_id, task, chains, begun, path)
 
     async def run() -> tuple[list[Group], dict[str, Look]]:
         async with _watched(opened) as watched:

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
+from agentfactory.base.activity import clock
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
@@ -344,10 +345,3 @@ def _time(look: Look, schedule: Schedule) -> str:
         f"a step samples its {plural(schedule.chains, 'chain')} in {between(1)}, and the run its "
         f"{plural(schedule.steps, 'step')} in {between(schedule.steps)}; updates and syncs come on top"
     )
-
-
-def clock(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

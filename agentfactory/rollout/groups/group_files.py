@@ -125,6 +125,12 @@ def append_group(path: Path, group: Group) -> EncodedGroup:
     return encoded
 
 
+def keep_unfinished(path: Path, group: Group) -> None:
+    """Save what the chains of a group that will not end have sampled: beside `path`, which has whole groups only."""
+    if any(chain.turns for chain in group.trajectories):
+        append_group(path.with_name(f"unfinished-{path.name}"), group)
+
+
 def delete_groups(path: Path) -> None:
     for file in (path, arrays_file(path)):
         file.unlink(missing_ok=True)

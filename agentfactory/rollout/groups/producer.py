@@ -20,7 +20,7 @@ from agentfactory.rollout.config import (
 )
 from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskMix
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
-from agentfactory.rollout.groups.group_files import Delivered, EncodedGroup, append_group, encode_group
+from agentfactory.rollout.groups.group_files import Delivered, EncodedGroup, append_group, encode_group, keep_unfinished
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.groups.resumed_positions import Pending, Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
@@ -186,32 +186,40 @@ class GroupProducer:
 
     async def run(self) -> None:
         """Start groups within the staleness bound, and deliver batches, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                while self.admission.may_start():
-                    self.admission.start()
-                    place = self._take_place()
-                    number, row = self.order.place(place.position)
-                    source = self.sources[number]
-                    task, size = source.tasks[row], source.config.group_size
-                    group = OpenGroup(place, task, self.published.version, size, source.name)
-                    self._open[group.id] = group
-                    group.runs = tasks.create_task(self._run_group(group))
-                    # starting thousands of chains in one iteration of the event loop would block it for seconds
-                    await asyncio.sleep(0)
-                choice = self._choose()
-                if choice is None:
-                    await self._wake.wait()
-                    self._wake.clear()
-                    continue
-                if self._late is not None:
-                    self._late.cancel()
-                    self._late = None
-                batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
-                for group_id in choice.cancel:
-                    self._cancel(self._open.pop(group_id))
-                if batch:
-                    await self.deliver(batch, await self._take_figures())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._produce(tasks)
+        finally:
+            for group in self._open.values():
+                if group.state is State.RUNNING:
+                    keep_unfinished(self.trajectories, group.as_group())
+
+    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            while self.admission.may_start():
+                self.admission.start()
+                place = self._take_place()
+                number, row = self.order.place(place.position)
+                source = self.sources[number]
+                task, size = source.tasks[row], source.config.group_size
+                group = OpenGroup(place, task, self.published.version, size, source.name)
+                self._open[group.id] = group
+                group.runs = tasks.create_task(self._run_group(group))
+                # starting thousands of chains in one iteration of the event loop would block it for seconds
+                await asyncio.sleep(0)
+            choice = self._choose()
+            if choice is None:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+            batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
+            for group_id in choice.cancel:
+                self._cancel(self._open.pop(group_id))
+            if batch:
+                await self.deliver(batch, await self._take_figures())
 
     def _choose(self) -> Choice | None:
         # evaluating hundreds of groups each time that one ends would block the event loop

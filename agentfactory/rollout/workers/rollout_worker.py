@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from agentfactory.base.processes.supervised import show_to
 from agentfactory.base.run_notices import inform, notice_of, notify
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
+from agentfactory.rollout.chains.chain_counts import COUNTS
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.data import Share
@@ -259,7 +260,7 @@ class Worker:
 
     async def _live(self) -> None:
         while True:
-            await self._send("alive")
+            await self._send("alive", counts=astuple(COUNTS))
             await asyncio.sleep(ALIVE_SECONDS)
 
     async def _follow_load(self, runner: ChainRunner) -> None:

@@ -23,11 +23,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from agentfactory.base.activity import doing
 from agentfactory.base.processes import environment, parent_watch
 from agentfactory.base.processes.supervised import HOLDS_LOCK, Inside, ended_by
 from agentfactory.base.run_notices import Notice, inform, log, notify
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.base.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS
+from agentfactory.rollout.chains.chain_counts import ChainCounts, describe_progress
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
@@ -177,6 +179,7 @@ class WorkerProcess:
         self._delivered = set(job.trained)
         self.started = False
         """True once the first weights are published, so that chains run."""
+        self.counts = ChainCounts()
         self._groups: list[Group] = []
         self.batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         """Batches not yet taken, with the worker's metrics of their production by name."""
@@ -274,7 +277,9 @@ class WorkerProcess:
             # the worker's own output goes only to its log; ours reaches the user
             notice = Notice(**{name: value for name, value in message.items() if name != "kind"})
             log(logger, replace(notice, see=notice.see or str(self.log_file)))
-        elif message["kind"] != "alive":
+        elif message["kind"] == "alive":
+            self.counts = ChainCounts(*message["counts"])
+        else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 
     def close(self) -> None:
@@ -324,6 +329,7 @@ class RolloutWorkers:
     def __init__(self, job: Job, logs: Path, restore: Callable[[str], bool]) -> None:
         count = job.recipe.rollout.workers
         self._evaluates = job.recipe.eval.data is not None
+        self._rollout = job.recipe.rollout
         self._figures: dict[str, float] = {}
         self._workers: list[WorkerProcess] = []
         with ExitStack() as failure:
@@ -331,12 +337,14 @@ class RolloutWorkers:
             for number in range(count):
                 log = logs / (f"worker-{number}.log" if number else "worker.log")
                 self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
-            self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
+            with doing("the rollout worker opens its tools"):
+                self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
             failure.pop_all()
 
     def next_batch(self, groups: int) -> list[Group]:
         """Wait for the next batch: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
-        self._hear_until(lambda: all(worker.batches for worker in self._workers))
+        with doing(describe_progress(self._counts, self._rollout)):
+            self._hear_until(lambda: all(worker.batches for worker in self._workers))
         batch: list[Group] = []
         figures: Counter[str] = Counter()
         for worker in self._workers:
@@ -366,8 +374,12 @@ class RolloutWorkers:
             return {}
         first = self._workers[0]
         first.send("evaluate")
-        self._hear_until(lambda: bool(first.evaluations))
+        with doing(describe_progress(self._counts, self._rollout)):
+            self._hear_until(lambda: bool(first.evaluations))
         return {f"eval/{name}": value for name, value in first.evaluations.popleft().items()}
+
+    def _counts(self) -> ChainCounts:
+        return sum((worker.counts for worker in self._workers), ChainCounts())
 
     def close(self) -> None:
         for worker in self._workers:

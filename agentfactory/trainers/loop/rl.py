@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 from accelerate import Accelerator
 
+from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import give_back_freed
 from agentfactory.rollout.config import LateChains
@@ -285,7 +286,8 @@ class _Loop:
         learner = self.learner
         if self.canary is None:
             return None
-        return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
+        with doing("scoring the probes of the next sync"):
+            return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
         """Push the weights to the servers; return metrics, empty if there was no sync. Every process calls it."""
@@ -296,7 +298,8 @@ class _Loop:
             return {}
         started = time.perf_counter()
         push = partial(push_proven, sync, self.canary, version, self.learner.policy, state, expected)
-        pushed = self.stop.wait_for(push)
+        with doing("the servers load the new weights and prove them"):
+            pushed = self.stop.wait_for(push)
         # the other processes wait until all weights are gathered, even if a backend has not read them all
         state.finish()
         if pushed is None:

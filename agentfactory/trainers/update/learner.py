@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from agentfactory.base.activity import counted, doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import keep_freed_memory, return_freed_memory
 from agentfactory.rollout.images.families import load_vision
@@ -96,7 +97,8 @@ class Learner:
         self.max_grad_norm = train.max_grad_norm
         self.token_budget = train.token_budget
         self.entropy_gradient = train.loss.entropy_bonus > 0
-        self.policy: Policy = load_policy(recipe, accelerator.device, needs)
+        with doing(f"the trainer loads {recipe.model.path}"):
+            self.policy: Policy = load_policy(recipe, accelerator.device, needs)
         self.batching = self.policy.batching
         small = accelerator.device.type == "cpu" and self.policy.network.num_parameters() < KEEPS_MEMORY
         (keep_freed_memory if small else return_freed_memory)()
@@ -179,7 +181,7 @@ class Learner:
         if self._teacher is not None:
             frozen |= {"teacher": self._teacher.logprobs, "teacher_top": self._teacher.top}
         with weights_kept(self.model, self.policy.dtype):
-            for part in batch.micro_batches:
+            for part in counted("scoring", batch.micro_batches):
                 streams: dict[str, Targets] = {}
                 if "proximal" in names or "entropy" in names:
                     found = self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
@@ -213,7 +215,7 @@ class Learner:
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
         with weights_kept(self.model, self.policy.dtype):
-            for index, part in enumerate(batch.micro_batches):
+            for index, part in enumerate(counted("updating", batch.micro_batches)):
                 made: list[Terms] = []
                 last = index == len(batch.micro_batches) - 1
                 if loss is not None:
