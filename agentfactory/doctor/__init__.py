@@ -12,6 +12,7 @@ from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
+from agentfactory.placement.time_plan import plan_times
 from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
@@ -95,6 +96,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
+    yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
     if coordinates and stages:
         # takes a while to import
         from agentfactory.doctor.coordinate_checks import check_coordinates

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
-from agentfactory.base.processes.devices import measured
+from agentfactory.base.processes.devices import measured, width_of
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
@@ -87,7 +87,8 @@ def _checkpoints(recipe: Recipe) -> int:
 def check_dtype(recipe: Recipe) -> Iterator[Finding]:
     """Warn about bfloat16 on a machine that emulates it, which takes several times as long."""
     if not recipe.plans_for_a_gpu:
-        (fastest, reason), dtype = measured(), recipe.model.dtype
+        dtype = recipe.model.dtype
+        fastest, reason = measured().fastest(width_of(recipe.model.path))
         if (dtype, fastest) == ("bfloat16", "float32"):
             yield warning("model.dtype", f"got {dtype!r}, which is slow here: {reason}", "use auto")
         else:

@@ -6,10 +6,12 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
@@ -20,6 +22,7 @@ from agentfactory.launching.placement import Placement, place
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.placement.time_plan import TimePlan, plan_times
 from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
@@ -48,11 +51,14 @@ class Assignment:
 
     recipe: Recipe
     checkpoint: Path | None
+    plan: TimePlan | None = None
+    """The planned time, which the first step is compared with."""
 
     def write(self, file: Path) -> None:
         """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
-        data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint}
+        plan = asdict(self.plan) if self.plan else None
+        data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint, "plan": plan}
         write_whole(file, f"{json.dumps(data, indent=2)}\n".encode())
 
     @classmethod
@@ -68,7 +74,8 @@ class Assignment:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
-            return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
+            plan = TypeAdapter(TimePlan | None).validate_python(data["plan"])
+            return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None, plan)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{display(file)} is not an assignment: {' '.join(str(error).split())[:200]}"
             fix = "only the launcher writes one: run `agentfactory train RECIPE`"
@@ -132,11 +139,12 @@ class StagePlan:
             return None
         return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
-    def assignment(self, url: str | None) -> Assignment:
-        """Return the input of the trainer's processes; `url` is the address of the server started for them."""
+    def assignment(self, url: str | None, plan: TimePlan | str) -> Assignment:
+        """Return the input of the trainer's processes; `url` is the address of the server started for them, `plan` the
+        planned time."""
         assert self.assigned is not None
         recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
-        return Assignment(recipe, self.checkpoint)
+        return Assignment(recipe, self.checkpoint, plan if isinstance(plan, TimePlan) else None)
 
 
 def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command:
@@ -195,6 +203,13 @@ class RunPlan:
             if stage.server is not None:
                 yield f"{name}: server: {stage.server}"
             yield f"{name}: trainer: {stage.trainer}"
+        for stage, plan in zip(self.stages, self.times(), strict=True):
+            if stage in self.due:
+                yield f"{stage.recipe.name}: {plan}"
+
+    def times(self) -> list[TimePlan | str]:
+        """Return the planned time of each stage, or the reason why there is none."""
+        return [*plan_times([stage.recipe for stage in self.stages])]
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:

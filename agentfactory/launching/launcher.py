@@ -17,6 +17,7 @@ from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
+from agentfactory.placement.time_plan import TimePlan
 from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -124,14 +125,19 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
     # place stages whose model has just been created
     plan = plan.placed()
     for number, stage in enumerate(plan.stages, 1):
+        # again for each stage, whose model is then known
+        time = plan.times()[number - 1]
         if len(plan.stages) > 1:
             say(f"stage {number} of {len(plan.stages)}: {stage.recipe.name} ({stage.state})")
         if stage.state is not State.COMPLETED:
-            _run_stage(stage, whole, children, private / f"store-{number}", say)
+            say(f"{stage.recipe.name}: {time}")
+            _run_stage(stage, time, whole, children, private / f"store-{number}", say)
 
 
-def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Path, say: Say) -> None:
-    """Run one stage. `store` is a file for accelerate's launcher."""
+def _run_stage(
+    stage: StagePlan, time: TimePlan | str, whole: RunFolder, children: Children, store: Path, say: Say
+) -> None:
+    """Run one stage, whose planned time is `time`. `store` is a file for accelerate's launcher."""
     recipe, folder = stage.recipe, stage.folder
     if stage.state is State.STARTED:
         RunFolder.reopen(folder.path, recipe.to_saved(whole.path))
@@ -143,7 +149,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
         stage.merge.run(children, folder.logs / "merge.log", say)
     server = None
     if stage.server is None:
-        stage.assignment(None).write(folder.assignment)
+        stage.assignment(None, time).write(folder.assignment)
     else:
         folder.assignment.unlink(missing_ok=True)
         command, log = stage.server.arguments, folder.logs / "server.log"
@@ -162,7 +168,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     if server is not None:
         url = wait_for_server(recipe, server, children, say)
         stage.placement.check_trainers_room()
-        stage.assignment(url).write(folder.assignment)
+        stage.assignment(url, time).write(folder.assignment)
     try:
         children.wait(trainer)
     except ChildFailed:

@@ -39,7 +39,7 @@ class Progress:
         self._plain_at = 0.0
         self._stack = ExitStack()
         self._live: Live | None = None
-        self._say = self._print
+        self._say: Callable[[str], None] = self._print
         if self.console.is_terminal:
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._stack.enter_context(self._live)

@@ -23,6 +23,7 @@ from agentfactory.launching.reach_early import check_hub
 from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
+from agentfactory.placement.time_plan import TimePlan
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.groups.group_files import read_groups
@@ -73,7 +74,8 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     with ExitStack() as stack:
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
         run = _Run(recipe, folder, checkpoint, accelerator, stop, stack)
-        display = _Display(run) if accelerator.is_main_process else None
+        plan = asked.plan if isinstance(asked, Assignment) else None
+        display = _Display(run, plan) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
         note = display.note_groups if display else None
         result = run.train_sft() if recipe.train.algorithm == "sft" else run.train_rl(note)
@@ -239,9 +241,10 @@ def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> l
 class _Display:
     """The display of a run for rank 0: progress, warnings and trackers. A symptom of train.stop_when stops the run."""
 
-    def __init__(self, run: _Run):
+    def __init__(self, run: _Run, plan: TimePlan | None):
         recipe, folder, checkpoint, stack = run.recipe, run.folder, run.checkpoint, run.stack
         self._folder, self._stop, self._stop_when = folder, run.stop, recipe.train.stop_when
+        self._plan = plan
         self._progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
         stack.callback(self._progress.close)
         self.notices = stack.enter_context(tell_warnings(self._progress.note))
@@ -267,6 +270,8 @@ class _Display:
 
     def _show(self, metrics: dict[str, Any]) -> None:
         self._progress.update(metrics)
+        if self._plan is not None and (told := self._plan.told_after(metrics)) is not None:
+            self._progress.note(told)
         if self._tracking is not None:
             self._tracking.log(metrics)
         for finding in self._health.note(metrics):

@@ -1,6 +1,5 @@
-"""This machine's devices: whether it may have a GPU, and the precision in which it computes fastest, for
-`model.dtype: auto`. `python -m agentfactory.base.processes.devices` measures and prints it, so that the caller need not
-import torch."""
+"""This machine's devices: whether it may have a GPU, and how fast it computes, for `model.dtype: auto` and the plan of
+time. `python -m agentfactory.base.processes.devices` measures and prints it: the caller need not import torch."""
 
 import functools
 import json
@@ -9,23 +8,36 @@ import math
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.run_notices import inform
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
-ROWS = {"a decoding step": 8, "a prefill": 256}
-"""Rows of the input of a linear layer from WIDTH to HEIGHT features."""
-WIDTH, HEIGHT, REPETITIONS = 1024, 4096, 5
+ROWS = (8, 256)
+"""Rows of the input of a timed linear layer: those of a decoding step, and of a prefill or an update."""
+WIDTHS = (128, 1024)
+"""Features of the input of a timed layer; its output has four times as many."""
+REPETITIONS, COPIES = 5, 4
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
+_PASSIVE = {"OMP_WAIT_POLICY": "passive"}
+"""So that threads that wait take no processor time."""
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -42,12 +54,47 @@ def may_have_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
-def fastest_dtype(tell: bool) -> str:
-    """Return bfloat16 or float32, and show the reason once if `tell`. Raises SettingError without torch."""
-    dtype, reason = measured()
+@dataclass(frozen=True)
+class Speed:
+    """What was measured on this machine, in seconds."""
+
+    layers: dict[str, dict[str, list[float]]]
+    """Width -> dtype -> seconds of a linear layer per weight, for each of ROWS."""
+    operation: float
+    """Seconds to start an operation on small tensors."""
+    gpu: bool | None = None
+    """Whether the GPU computes in bfloat16; None without a GPU."""
+
+    def of(self, dtype: str, width: int) -> list[float]:
+        """Return the seconds per weight, for each of ROWS, of layers of about this width."""
+        return self.layers[str(WIDTHS[width >= WIDTHS[1] // 2])]["float32" if dtype == "float32" else "bfloat16"]
+
+    def fastest(self, width: int = WIDTHS[1]) -> tuple[str, str]:
+        """Return the dtype for a network of this width, and the reason."""
+        if self.gpu is not None:
+            return ("bfloat16", "the GPU computes in it") if self.gpu else ("float32", "the GPU would emulate bfloat16")
+        pairs = zip(self.of("bfloat16", width), self.of("float32", width), strict=True)
+        few, many = (half / whole for half, whole in pairs)
+        found = f"{few:.2f} in a decoding step and {many:.2f} in a prefill or an update"
+        reason = f"on this CPU, a layer in bfloat16 takes this many times as long as in float32: {found}"
+        # a step that decodes half of its time, and prefills and updates in the other half
+        return ("bfloat16" if (few + many) / 2 < FASTER else "float32"), reason
+
+
+def fastest_dtype(model: str, tell: bool) -> str:
+    """Return bfloat16 or float32 for a model, and show the reason once if `tell`. Raises SettingError without torch."""
+    dtype, reason = measured().fastest(width_of(model))
     if tell:
         _tell(f"model.dtype: auto is {dtype}: {reason}")
     return dtype
+
+
+def width_of(model: str) -> int:
+    """Return the hidden size of a model in a folder, or that of small pretrained models where it is unknown."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("hidden_size") or config["text_config"]["hidden_size"])
+    return WIDTHS[1]
 
 
 @functools.cache
@@ -56,24 +103,24 @@ def _tell(text: str) -> None:
 
 
 @functools.cache
-def measured() -> tuple[str, str]:
+def measured() -> Speed:
     """Return the result of `measure`, which stays in the user's cache folder. Raises SettingError if torch cannot be
     imported."""
     # without torch, a home or a folder to write to, nothing is kept
     with suppress(OSError, RuntimeError, ValueError, TypeError, ImportError):
-        dtype, reason = json.loads(_kept().read_text(encoding="utf-8"))
-        if dtype in ("float32", "bfloat16"):
-            return dtype, str(reason)
+        return TypeAdapter(Speed).validate_json(_kept().read_bytes())
     try:
-        dtype, reason = parent_watch.answer_of("agentfactory.base.processes.devices")
+        speed = TypeAdapter(Speed).validate_python(
+            parent_watch.answer_of("agentfactory.base.processes.devices", env=_PASSIVE)
+        )
     except RuntimeError as error:
         raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
     # a driver whose GPU torch does not find may soon be mended
-    if may_have_gpu() == ("GPU" in reason):
+    if may_have_gpu() == (speed.gpu is not None):
         with suppress(OSError, RuntimeError, ImportError):
             _kept().parent.mkdir(parents=True, exist_ok=True)
-            write_whole(_kept(), json.dumps([dtype, reason]).encode())
-    return dtype, reason
+            write_whole(_kept(), json.dumps(asdict(speed)).encode())
+    return speed
 
 
 def _kept() -> Path:
@@ -84,31 +131,56 @@ def _kept() -> Path:
     known = {line for line in lines if line.startswith(("model name", "flags", "Features")) or ":" not in line}
     limits = [os.environ.get(name, "") for name in _VARIABLES]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory"
-    return folder / f"dtype-{sha256(repr([sorted(known), version('torch'), limits]).encode()).hexdigest()[:16]}.json"
+    return folder / f"speed-{sha256(repr([sorted(known), version('torch'), limits]).encode()).hexdigest()[:16]}.json"
 
 
-def measure() -> tuple[str, str]:
-    """Return the dtype and the reason. On a CPU, a prefill and a decoding step count the same."""
+def measure() -> Speed:
+    """Time linear layers in both dtypes, on the GPU if there is one."""
     import torch
 
-    if torch.cuda.is_available():
-        native = bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0)
-        return ("bfloat16", "the GPU computes in it") if native else ("float32", "the GPU would emulate bfloat16")
-    shares = {}
-    for name, rows in ROWS.items():
-        seconds = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
-        layers = {dtype: (torch.ones(rows, WIDTH).to(dtype), torch.ones(HEIGHT, WIDTH).to(dtype)) for dtype in seconds}
-        # in turns, so that another process disturbs both
-        for dtype in REPETITIONS * tuple(seconds):
-            started = time.perf_counter()
-            torch.nn.functional.linear(*layers[dtype])
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
-        shares[name] = seconds[torch.bfloat16] / seconds[torch.float32]
-    found = " and ".join(f"{share:.2f} in {name}" for name, share in shares.items())
-    reason = f"on this CPU, a layer in bfloat16 takes this many times as long as in float32: {found}"
-    return ("bfloat16" if math.prod(shares.values()) < FASTER**2 else "float32"), reason
+    on_gpu = torch.cuda.is_available()
+    torch.set_default_device("cuda" if on_gpu else "cpu")
+    gpu = bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0) if on_gpu else None
+    found: dict[str, dict[str, list[float]]] = {}
+    for width in WIDTHS:
+        rates = {torch.float32: [math.inf] * len(ROWS), torch.bfloat16: [math.inf] * len(ROWS)}
+        # several, so that the weights do not stay in the processor's caches
+        layers = {dtype: [torch.ones(4 * width, width).to(dtype) for _ in range(COPIES)] for dtype in rates}
+        # in turns, so that another process disturbs all alike
+        for place, rows in REPETITIONS * [*enumerate(ROWS)]:
+            for dtype, weights in layers.items():
+                x = torch.ones(rows, width).to(dtype)
+                call = partial(_through, weights, x)
+                seconds = _seconds(call, torch.get_num_threads())
+                per_weight = seconds / COPIES / weights[0].numel()
+                rates[dtype][place] = min(rates[dtype][place], per_weight)
+        found[str(width)] = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+    small = torch.ones(8, 8)
+    operation = min(_seconds(lambda: [small.add(1.0) for _ in range(1000)]) / 1000 for _ in range(REPETITIONS))
+    return Speed(found, operation, gpu)
+
+
+def _through(weights: "list[Tensor]", x: "Tensor") -> None:
+    import torch
+
+    for weight in weights:
+        torch.nn.functional.linear(x, weight)
+
+
+def _seconds(call: Callable[[], object], threads: int = 1) -> float:
+    """Return the seconds of a call that keeps all threads busy; on a CPU, processor time, which other processes do not
+    change."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    now = time.perf_counter if on_gpu else time.process_time
+    started = now()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (now() - started) / (1 if on_gpu else threads)
 
 
 if __name__ == "__main__":
     parent_watch.follow_parent()
-    print(json.dumps(measure()))
+    print(json.dumps(asdict(measure())))

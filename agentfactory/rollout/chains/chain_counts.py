@@ -29,7 +29,7 @@ class ChainCounts:
     def __add__(self, other: "ChainCounts") -> "ChainCounts":
         """Return the counts of two processes with the same servers."""
         sums = [mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)]
-        return ChainCounts(*sums[:-1], max(self.served, other.served))
+        return replace(ChainCounts(*sums), served=max(self.served, other.served))
 
     @asynccontextmanager
     async def chain(self, places: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:

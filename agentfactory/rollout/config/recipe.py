@@ -225,7 +225,7 @@ class RolloutRecipe(ToolsRecipe):
 
             # doctor always tells
             is_asked = "dtype" in self.model.model_fields_set
-            dtype = "bfloat16" if self.plans_for_a_gpu else fastest_dtype(tell=is_asked)
+            dtype = "bfloat16" if self.plans_for_a_gpu else fastest_dtype(self.model.path, tell=is_asked)
             self.model = self.model.model_copy(update={"dtype": dtype})
 
     def _faults(self) -> Iterator[Fault]:

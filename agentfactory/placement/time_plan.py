@@ -1,0 +1,251 @@
+"""A plan of a training step's time, from what this machine computes in a second, without torch.
+
+A pass over a network takes 2 FLOPs per weight and row of its input. The backward pass takes twice as many for full
+weights, and as many for an adapter, whose base gets no gradients (Kaplan et al., 2020, arXiv:2001.08361, 2.1)."""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from tokenizers import Tokenizer
+
+from agentfactory.base.activity import clock
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import text_of
+from agentfactory.base.processes.devices import ROWS, Speed, measured, width_of
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.chains.opening_prompt import opening_messages
+from agentfactory.rollout.config.data import DataConfig
+from agentfactory.rollout.data import Task, load_tasks
+
+_READ_ROWS = 64
+_MARKS = 5
+"""Tokens that a chat template adds to a message."""
+_TOOL_TOKENS, _RESULT_TOKENS = 120, 40
+"""Tokens of a tool's description and of its result, where nothing tells."""
+_OCCUPIED = 0.7
+"""Share of the places that are occupied on average, while a batch's last chains end."""
+_PER_LAYER = {"decode": 25, "update": 200}
+"""Operations of a layer in a decoding step, and in the update of a micro-batch."""
+_TURN, _ROW = 140, 300
+"""Work for a turn in worker and server, and for a row in the trainer, in operations on small tensors."""
+_PROBES, _SYNC = 400, 12_000
+"""Tokens that prove a sync, and its other work in operations on small tensors."""
+_BYTES = 1e9
+"""Bytes of weights that are written, read and checked in a second, when all are sent."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The weights that each token passes: those of the layers, and of the head."""
+
+    layers: int
+    body: int
+    head: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean lengths of a chain: its turns, and tokens of its prompt, its turns and the results between them."""
+
+    prompt: float
+    turns: float
+    sampled: float
+    results: float
+    source: str
+
+    @property
+    def whole(self) -> float:
+        return self.prompt + self.sampled + self.results
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Seconds of a step by phase, and of the run's evaluations; `lengths` are what they were planned for."""
+
+    phases: Mapping[str, float]
+    evaluations: float
+    steps: int
+    lengths: Lengths
+
+    @property
+    def step(self) -> float:
+        return sum(self.phases.values())
+
+    def __str__(self) -> str:
+        largest = max(self.phases, key=lambda name: self.phases[name])
+        told = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.phases.items())
+        lengths = self.lengths
+        chain = f"{lengths.turns:.1f} turns, {lengths.sampled:.0f} sampled of {lengths.whole:.0f} tokens"
+        beside = f", {clock(self.evaluations)} of them evaluations" if self.evaluations else ""
+        run = clock(self.step * self.steps + self.evaluations)
+        return (
+            f"a step takes about {clock(self.step)} ({told}; tools not counted), the run {run}{beside}; for chains of "
+            f"{chain} ({lengths.source}); to halve the {largest}: {_HALVES[largest]}"
+        )
+
+    def told_after(self, metrics: Mapping[str, float]) -> str | None:
+        """Return a sentence if these are the metrics of step 1, and it was not as planned, by more than half."""
+        took = metrics.get("seconds/step", self.step)
+        if metrics.get("step") != 1 or 0.5 < took / self.step < 1.5:
+            return None
+        tokens, turns = metrics.get("trajectory/sampled_tokens"), metrics.get("turns")
+        told = f"step 1 took {clock(took)}, and {clock(self.step)} were planned"
+        if tokens is not None and turns is not None:
+            told += f": its chains had {turns:.1f} turns and {tokens:.0f} sampled tokens, "
+            told += f"planned were {self.lengths.turns:.1f} and {self.lengths.sampled:.0f}"
+        return told
+
+
+_HALVES = {
+    "rollout": "half of rollout.max_tokens, rollout.group_size or train.batch_size",
+    "update": "half of train.batch_size or rollout.group_size",
+    "sync": "model.lora, whose adapter is small",
+}
+
+
+def plan_times(stages: Sequence[Recipe]) -> "Iterator[TimePlan | str]":
+    """Yield the plan of each stage, or the reason why there is none. Later stages begin with the model of the first,
+    and their chains resemble the transcripts of a stage before."""
+    before: Lengths | None = None
+    for stage in stages:
+        model = next(
+            (path for path in (stage.model.path, stages[0].model.path) if (Path(path) / "config.json").is_file()), None
+        )
+        if stage.plans_for_a_gpu and measured().gpu is None:
+            yield "its time is planned on the GPU itself"
+        elif model is None:
+            yield f"its time is planned once {stage.model.path} exists"
+        elif stage.data is not None and stage.data.file is not None and not stage.data.file.exists():
+            yield f"its time is planned once {display(stage.data.file)} exists"
+        else:
+            try:
+                lengths = _lengths(stage, model, before)
+                before = lengths if stage.train.algorithm == "sft" else before
+                yield plan_time(stage, _size(Path(model)), lengths, measured())
+            except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
+                fix = error.without_fix if isinstance(error, SettingError) else error
+                yield f"its time cannot be planned: {fix}"
+
+
+def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> TimePlan:
+    """Plan the time of a stage's step and of its evaluations."""
+    few, many = speed.of(recipe.model.dtype, size.width)
+    row = (many - few) / (ROWS[1] - ROWS[0])
+    train, lora = recipe.train, recipe.model.lora
+    chains = train.batch_size * (1 if train.algorithm == "sft" else recipe.largest_group)
+
+    def rollout(tasks: float, chains: float) -> float:
+        running = max(1.0, _OCCUPIED * min(chains, recipe.server.max_num_seqs, _most(recipe)))
+        passing = (size.body + size.head) * (few + row * (running - ROWS[0]))
+        decoding = chains * lengths.sampled / running * (passing + size.layers * _PER_LAYER["decode"] * speed.operation)
+        prefill = (tasks * lengths.prompt + chains * lengths.results) * size.body * row
+        return decoding + prefill + chains * lengths.turns * _TURN * speed.operation
+
+    # prompts of a group are computed once, but not in padded rows or transcripts
+    shared = train.algorithm != "sft" and train.batching in ("auto", "tree")
+    positions = (train.batch_size if shared else chains) * lengths.prompt + chains * (lengths.sampled + lengths.results)
+    passes = (2 if lora else 3) + bool(train.gradient_checkpointing) + train.has_reference + 3 * train.has_critic
+    passes += recipe.teacher is not None and recipe.teacher.url is None
+    computed = (positions * size.body + chains * lengths.sampled * size.head) * row * passes
+    parts = math.ceil(positions / train.token_budget)
+    started = (parts * size.layers * _PER_LAYER["update"] + chains * _ROW) * speed.operation
+    phases = {"rollout": 0.0, "update": train.updates_per_batch * (computed + started), "sync": 0.0}
+    evaluations = 0.0
+    if runs_chains(recipe, "train"):
+        phases["rollout"] = rollout(train.batch_size, chains)
+        phases["sync"] = _PROBES * (size.body + size.head) * row + _SYNC * speed.operation
+        phases["sync"] += 0.0 if lora else 4 * (size.body + size.head) / _BYTES
+        if recipe.eval.data is not None and recipe.eval.data.path is not None:
+            tasks = len(load_tasks(recipe.eval.data, "eval.data"))
+            times = 2 + ((train.steps - 1) // recipe.eval.every if recipe.eval.every else 0)
+            evaluations = times * rollout(tasks, tasks * (recipe.eval.samples + recipe.eval.greedy))
+    else:
+        phases = {"update": phases["update"]}
+    return TimePlan(phases, evaluations, train.steps, lengths)
+
+
+def _most(recipe: Recipe) -> int:
+    limit = recipe.rollout.concurrency
+    return recipe.server.max_num_seqs if limit == "auto" else limit
+
+
+def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
+    """Return the lengths of a stage's rows or chains; `before` are those of an earlier stage's transcripts."""
+    if recipe.train.algorithm != "sft" and before is not None:
+        return before
+    tokenizer, rollout = Tokenizer.from_file(str(Path(model) / "tokenizer.json")), recipe.rollout
+
+    def count(texts: Sequence[str]) -> float:
+        return fmean(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+
+    rows = _rows(recipe.data)
+    if recipe.train.algorithm == "sft" and rows:
+        parts: dict[str, list[str]] = {"prompt": [], "sampled": [], "results": []}
+        turns: list[int] = []
+        for task in rows:
+            told = dict.fromkeys(parts, "")
+            told["prompt"] = json.dumps(task.get("tools")) if task.get("tools") else ""
+            said = [message["role"] == "assistant" for message in task["messages"]]
+            first, turns = said.index(True) if True in said else len(said), [*turns, sum(said)]
+            for place, message in enumerate(task["messages"]):
+                part = "sampled" if said[place] else "prompt" if place < first else "results"
+                calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+                told[part] += "".join(
+                    [text_of(message.get("content") or ""), *(f"<tool_call>\n{c}\n</tool_call>" for c in calls)]
+                )
+            for name, text in told.items():
+                parts[name].append(text)
+        taken = {name: count(texts) for name, texts in parts.items()}
+        results = taken["results"] + _MARKS * (fmean(turns) - 1)
+        return Lengths(
+            taken["prompt"] + 2 * _MARKS, fmean(turns), taken["sampled"] + fmean(turns), results, "transcripts"
+        )
+    texts = [
+        "".join(text_of(message.get("content") or "") for message in opening_messages(task, rollout.system_prompt))
+        for task in rows
+    ]
+    tools = len(recipe.tools) + len(recipe.mcp_servers)
+    turns_ = (1 + rollout.max_turns) / 2 if tools or rollout.agent else 1.0
+    prompt = (count(texts) if texts else rollout.max_total_tokens / 4) + 2 * _MARKS + tools * _TOOL_TOKENS
+    sampled = min(turns_ * rollout.max_tokens / 2, max(1.0, rollout.max_total_tokens - prompt))
+    source = "half of rollout.max_tokens and rollout.max_turns; `agentfactory doctor --sample` measures them"
+    return Lengths(prompt, turns_, sampled, (turns_ - 1) * _RESULT_TOKENS, source)
+
+
+def _rows(data: DataConfig | None) -> list[Task]:
+    if data is None or data.file is None:
+        return []
+    return load_tasks(data.model_copy(update={"limit": min(data.limit or _READ_ROWS, _READ_ROWS)}))
+
+
+def _size(folder: Path) -> Size:
+    """Return the size of a model from the headers of its weights, and from its config.json the active share of
+    experts."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
+    share = text.get("num_experts_per_tok", experts) / experts if experts else 1.0
+    body = embedding = head = 0.0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as content:
+            header = json.loads(content.read(struct.unpack("<Q", content.read(8))[0]))
+        for name, tensor in header.items():
+            shape = tensor.get("shape", ())
+            if len(shape) < 2 or "visual" in name or "vision" in name:
+                continue
+            count = math.prod(shape)
+            if "lm_head" in name:
+                head += count
+            elif "embed" in name:
+                embedding += count
+            else:
+                body += count * (share if "experts" in name else 1.0)
+    return Size(text["num_hidden_layers"], round(body), round(head or embedding), width_of(str(folder)))
