@@ -12,7 +12,7 @@ from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
-from agentfactory.placement.time_plan import plan_times
+from agentfactory.launching.time_plan import plan_times
 from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe

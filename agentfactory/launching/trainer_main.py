@@ -23,7 +23,7 @@ from agentfactory.launching.reach_early import check_hub
 from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
-from agentfactory.placement.time_plan import TimePlan
+from agentfactory.launching.time_plan import TimePlan
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.groups.group_files import read_groups

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.findings import Finding, Severity
+from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
@@ -224,7 +225,8 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
 
 
 def test_a_precision_that_is_slow_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_recipe, "measured", lambda: ("float32", "why"))
+    layers = {"float32": [1e-10, 1e-9], "bfloat16": [0.5e-10, 2e-9]}
+    monkeypatch.setattr(doctor_recipe, "measured", lambda: Speed({"1024": layers}, operation=1e-6))
     assert levels(doctor_recipe.check_dtype(load("model.dtype=bfloat16"))) == {Severity.WARNING}
     assert levels(doctor_recipe.check_dtype(load("model.dtype=float32"))) == {Severity.OK}
     assert levels(doctor_recipe.check_dtype(load("model.dtype=bfloat16", "placement.gpu_memory_gib=24"))) == set()
