@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Part = TypeVar("Part")
 
-QUIET_SECONDS = 8.0
+QUIET_SECONDS = 6.0
 
 
 @dataclass(eq=False)

@@ -31,8 +31,9 @@ def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iter
         check_recipe(aside, lacks=[])
         yield from _look(kept, aside, chains, say)
     except KeyboardInterrupt as error:
-        logs = "kept"
-        error.add_note(f"what was sampled is in {folder}")
+        if any(folder.rglob("trajectories/*.jsonl")):
+            logs = "kept"
+            error.add_note(f"what was sampled is in {folder}")
         raise
     except (ChildFailed, SettingError, RunFolderError, ToolInfrastructureError) as error:
         text, _, fix = str(error).partition("; fix: ")
