@@ -102,8 +102,9 @@ def _open_tools(recipe: RolloutRecipe) -> None:
     except SettingError:
         raise
     except ToolInfrastructureError as error:
-        fix = "correct it; `agentfactory tools check RECIPE` tries each server alone"
-        raise SettingError("mcp_servers", str(error), fix) from error
+        text, _, fix = str(error).partition("\n; fix: ")
+        fix = fix or "correct it; `agentfactory tools check RECIPE` tries each server alone"
+        raise SettingError("mcp_servers", text, fix) from error
     except (ValueError, TypeError) as error:
         # these messages end with their fix
         problem, _, fix = str(error).rpartition("; ")
