@@ -131,13 +131,12 @@ class Inside:
 
     def had(self, seconds: float) -> float:
         """Return how many of the last `seconds` the process ran or slept, without those in which a busy machine let it
-        wait for a processor or the disk. Call it regularly."""
+        wait for a processor or the disk."""
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
-            times = process.cpu_times()
-            before, self._spent = self._spent, times.user + times.system
+            before, self._spent = self._spent, sum(process.cpu_times()[:2])
             if process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
                 return min(seconds, self._spent - before)
         return seconds
