@@ -2,6 +2,7 @@
 
 import http.client
 import importlib.metadata
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from agentfactory.base.config import Isolation
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
@@ -139,6 +141,19 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
     acts = runs_chains(recipe, "train") and has_tasks(recipe)
     if acts and info is not None and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
         yield from _show_prompt(recipe)
+
+
+def check_files(recipe: Recipe) -> Iterator[Finding]:
+    """Warn of files that the chains of a tool server may write, and that they share although each has a process."""
+    # imported here, because it imports the MCP SDK
+    from agentfactory.tools.mcp_servers.server_entry import COPY_FOR_CHAIN, files_of_all, target_of
+
+    for name, config in recipe.mcp_servers.items():
+        target = target_of(name, config, Path.cwd(), 1) if config.isolation is not Isolation.SHARED else None
+        for file in files_of_all(target) if target is not None else ():
+            if file.is_file() and os.access(file, os.W_OK):
+                text = f"all chains share {file}: what one writes there, the others see"
+                yield warning(f"mcp_servers.{name}", text, f"nothing, if they only read it; else {COPY_FOR_CHAIN}")
 
 
 def has_tasks(recipe: Recipe) -> bool:
