@@ -114,7 +114,7 @@ setup(
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
         "agentfactory": ["recipes/*/*", "recipes/*/tasks/**/*"],
         "agentfactory.commands": ["templates/*", "templates/*/*", "templates/*/tiny/*"],
-        "agentfactory.recipe": ["familiar_names.yaml"],
+        "agentfactory.recipe": ["familiar_names.yaml", "removed_fields.yaml"],
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours
