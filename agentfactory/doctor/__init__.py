@@ -132,8 +132,6 @@ def _checks_of_part(part: Part[Recipe]) -> Iterator[tuple[str, Check]]:
     recipe, of = part.recipe, f" of source {part.name}" if part.name else ""
     if Path(recipe.model.path).is_dir() or is_hub_name(recipe.model.path):
         yield f"format{of}", partial(recipe_checks.check_format, recipe)
-    if recipe.mcp_servers:
-        yield f"files{of}", partial(recipe_checks.check_files, recipe)
     if recipe.rewards and recipe_checks.has_tasks(recipe):
         yield f"rewards{of}", partial(recipe_checks.check_rewards, recipe)
     elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():

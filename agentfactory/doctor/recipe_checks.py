@@ -1,8 +1,6 @@
 """Checks of a recipe's requirements for this machine, its servers and the hub."""
 
-import http.client
 import importlib.metadata
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -13,7 +11,6 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from agentfactory.base.config import Isolation
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
@@ -26,6 +23,7 @@ from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.machine_checks import existing, gib
 from agentfactory.launching.placement import place
 from agentfactory.launching.progress import tell_information
+from agentfactory.launching.reach_early import ANSWERS_WITHIN, check_servers_answer
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -37,8 +35,6 @@ from agentfactory.rollout.inference.server_command_line import address_fault
 from agentfactory.rollout.model_hub import check_names, has_tokenizer, is_downloaded
 from agentfactory.tools.prebuilt import prebuilt
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds within which a server or the hub must answer."""
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -119,15 +115,14 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the chat template and the network are usable; report the tool-call format, its rows, and the first
-    prompt."""
+    """Check that chat template and network are usable; report the tool-call format, its rows, and the first prompt."""
     # imported here, because they import transformers
     from agentfactory.placement.meta_model import check_model
     from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
 
-    path, said, info = recipe.model.path, list[str](), None
+    said, info = list[str](), None
     try:
-        if Path(path).is_dir() or has_tokenizer(path):
+        if Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path):
             info = try_template(recipe)
             yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
         with tell_information(said.append, Notices()):
@@ -141,19 +136,6 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
     acts = runs_chains(recipe, "train") and has_tasks(recipe)
     if acts and info is not None and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
         yield from _show_prompt(recipe)
-
-
-def check_files(recipe: Recipe) -> Iterator[Finding]:
-    """Warn of files that the chains of a tool server may write, and that they share although each has a process."""
-    # imported here, because it imports the MCP SDK
-    from agentfactory.tools.mcp_servers.server_entry import COPY_FOR_CHAIN, files_of_all, target_of
-
-    for name, config in recipe.mcp_servers.items():
-        target = target_of(name, config, Path.cwd(), 1) if config.isolation is not Isolation.SHARED else None
-        for file in files_of_all(target) if target is not None else ():
-            if file.is_file() and os.access(file, os.W_OK):
-                text = f"all chains share {file}: what one writes there, the others see"
-                yield warning(f"mcp_servers.{name}", text, f"nothing, if they only read it; else {COPY_FOR_CHAIN}")
 
 
 def has_tasks(recipe: Recipe) -> bool:
@@ -235,32 +217,20 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
     # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
-    from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
+    from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, SyncError
 
     needed = [*NEEDED_ROUTES, *backend_of(recipe).routes]
     needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()
-    for url in recipe.server.urls:
-        server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
-        try:
+    try:
+        check_servers_answer(recipe)
+        for url in recipe.server.urls:
+            server = ServerControl(url, recipe.server.api_key_env, ANSWERS_WITHIN)
             described = list(server.get("/openapi.json").get("paths", {}))
             # a route that needs the key, if the server has one
-            cards = server.get("/v1/models").get("data", [])
-        except ServerGoneError as error:
-            yield problem("server", f"{url} does not answer: {_cause(error)}", "start it, or correct server.url")
-        except SyncError as error:
-            told, _, fix = str(error).partition("; fix: ")
-            yield problem("server", told, fix or "is it an inference server?")
-        else:
-            yield from _judge_server(recipe, url, described, needed, cards)
-
-
-def _cause(error: Exception) -> str:
-    cause = error.__cause__
-    if isinstance(cause, TimeoutError):
-        return f"no response within {_ANSWERS_WITHIN:g} s"
-    if isinstance(cause, OSError):
-        return cause.strerror or str(cause)
-    return "its response is not HTTP" if isinstance(cause, http.client.HTTPException) else str(error)
+            yield from _judge_server(recipe, url, described, needed, server.get("/v1/models").get("data", []))
+    except (SettingError, SyncError) as error:
+        told, _, fix = str(error).partition("; fix: ")
+        yield problem("server", told, fix or "is it an inference server?")
 
 
 def _judge_server(

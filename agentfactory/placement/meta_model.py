@@ -116,32 +116,29 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorC
 
 
 def check_model(recipe: TrainRecipe, renderer: dict[str, Any] | None) -> None:
-    """Check a model that exists as the trainer does once its server is ready: lengths, layout, the targets of an adapter,
-    and whether it knows the tokens of the chat format, in the renderer's info (None: not known here). The network is
-    made without weights; of those on this machine, embedding and head are read. Raises SettingError; `inform`s of what
-    cannot be checked here."""
+    """Check a model that exists as the trainer does: lengths, layout, an adapter's targets, and whether embedding and
+    head, the only weights that are read, know the tokens of the chat format in a renderer's info (None: unknown here).
+    Raises SettingError; `inform`s of what cannot be checked on this machine."""
     lora, path = recipe.model.lora, recipe.model.path
     if os.path.isabs(path) and not Path(path, "config.json").is_file():
         return
     try:
         config = trainable_config(recipe, lambda path: load_config(path)[0])
         network = meta_network(config, torch.float32, whole=sees(config))
-    except SettingError:
-        raise
     except ValueError as error:
+        if isinstance(error, SettingError):
+            raise
         reason = str(error).splitlines()[0]
         if is_hub_name(path):
-            inform(logger, f"model.path: {path}: its layers are not checked: {reason}")
-            return
-        fix = "name a causal language model in the transformers format"
-        raise SettingError("model.path", f"no network can be made of {path}: {reason}", fix) from error
+            return inform(logger, f"model.path: {path}: its layers are not checked: {reason}")
+        fix, problem = "name a causal language model in the transformers format", f"no network can be made of {path}"
+        raise SettingError("model.path", f"{problem}: {reason}", fix) from error
     resolve_batching(network, recipe.train, measure=False)
     if lora is not None:
         adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
     tokens, tables = FormatTokens.of_info(renderer or {}), _stored_tables(path, network)
     if tokens is None or tables is None:
-        inform(logger, f"model.path: {path}: no safetensors are here yet to check the rows of the format's tokens")
-        return
+        return inform(logger, f"model.path: {path}: no safetensors are here to check the rows of the format's tokens")
     tokens_to_train(*tables, recipe, TokenNeeds(tokens, load_tokenizer(path)))
 
 
@@ -154,7 +151,8 @@ def _stored_tables(path: str, network: Any) -> tuple[Tensor, Tensor] | None:
     for file in filter(None, (stored_file(path, part) for part in {*parts})):
         with safe_open(file, framework="pt") as opened:
             # the files of other versions of transformers have other prefixes
-            tables |= {end: opened.get_tensor(name) for name in opened.keys() for end in ends if f".{name}".endswith(end)}
+            found = [(name, end) for name in [*opened.keys()] for end in ends if f".{name}".endswith(end)]
+            tables |= {end: opened.get_tensor(name) for name, end in found}
     if modules[0].weight is modules[1].weight:
         ends = ends[:1] * 2
     return (tables[ends[0]], tables[ends[1]]) if tables.keys() >= {*ends} else None

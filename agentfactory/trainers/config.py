@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from agentfactory.base.config import Choice, Options, PositiveFloat, PositiveInt, Section, TypedOptions
 from agentfactory.base.errors import Fault, SettingError

@@ -63,7 +63,8 @@ def told(look: Look) -> dict[str, str]:
 
 
 def test_the_tools_and_calls_of_an_agent_are_told_apart_from_the_models() -> None:
-    own, acts = replace(offer(specs=[replace(CALCULATE, name="search")]), own_loop=True), replace(offer(), own_loop=True)
+    acts = replace(offer(), own_loop=True)
+    own = replace(acts, specs=[replace(CALCULATE, name="search")])
     for given, called, read in ((own, chain("", tool_calls=1), 4), (acts, chain("3"), 0)):
         called.metrics["tool_calls"] = 1
         look = look_at(groups(*[called] * 4), given)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 
 from agentfactory.base.user_code import watch
-from agentfactory.base.user_code.watch import BEAT_SECONDS, QUIET_SECONDS, Place, described, is_ours, parsed_dump, place_of
+from agentfactory.base.user_code.watch import BEAT_SECONDS, QUIET_SECONDS, described, is_ours, parsed_dump, place_of
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -130,8 +130,7 @@ class Inside:
         return False
 
     def had(self, seconds: float) -> float:
-        """Return how many of the last `seconds` the process ran or slept, without those in which a busy machine let it
-        wait for a processor or the disk."""
+        """Return how many of the last `seconds` the process ran or slept, and did not wait for a processor or disk."""
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,10 +141,9 @@ class Inside:
         return seconds
 
     def place_at_end(self) -> str | None:
-        """Return the place in user code that keeps a process which has nothing else to do: in its main thread, or if
-        Python waits for threads there, in one of them. Daemon threads keep no process."""
-        waits = "_shutdown" in [place.function for place in self._stack_of(self.pid) if place.file == threading.__file__]
-        return self.place(main_only=not waits)
+        """Return the place in user code that keeps a process from its end: no daemon thread does."""
+        stack = [(place.file, place.function) for place in self._stack_of(self.pid)]
+        return self.place(main_only=(threading.__file__, "_shutdown") not in stack)
 
     def place(self, main_only: bool = False) -> str | None:
         """Return the place in user code at which the process is: that of its busiest thread with user code, or with
@@ -159,7 +157,7 @@ class Inside:
             time.sleep(_MEASURED_SECONDS)
             more = {thread: seconds - spent.get(thread, seconds) for thread, seconds in self._times().items()}
             threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
-        return next(filter(None, (described(self._stack_of(thread)) for thread in threads)), None)
+        return next(filter(None, map(described, map(self._stack_of, threads))), None)
 
     def _times(self) -> dict[int, float]:
         import psutil
@@ -168,7 +166,7 @@ class Inside:
             return {each.id: each.user_time + each.system_time for each in psutil.Process(self.pid).threads()}
         return {}
 
-    def _stack_of(self, thread: int) -> list[Place]:
+    def _stack_of(self, thread: int) -> list[watch.Place]:
         """Return the stack of a thread; an empty one if it does not answer."""
         if not self._shows:
             return []

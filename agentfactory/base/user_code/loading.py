@@ -113,9 +113,9 @@ def _said(error: BaseException) -> str:
 
 def fix_of_old_mcp(text: str) -> str | None:
     """Return the fix of an error, in `text`, that code for version 1 of mcp raises with version 2; None for others."""
-    if not re.search(r"'Server' object has no attribute '\w+'|(?:ModuleNotFound|Import)Error: .*['\"]mcp\b", text):
-        return None
-    return "AgentFactory needs version 2 of mcp: change the code (https://py.sdk.modelcontextprotocol.io/v2/migration/)"
+    is_one = re.search(r"'Server' object has no attribute '\w+'|(?:ModuleNotFound|Import)Error: .*['\"]mcp\b", text)
+    fix = "AgentFactory needs version 2 of mcp: change the code (https://py.sdk.modelcontextprotocol.io/v2/migration/)"
+    return fix if is_one else None
 
 
 def _fix(error: BaseException) -> str:

@@ -66,7 +66,7 @@ class Look:
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     own: int = 0
-    """Those of them whose agent called it in its own code, or brought the tool: no turn calls one of the recipe."""
+    """Those of them in which no turn calls a tool of the recipe: the agent's code does, or the tool is the agent's."""
     malformed: int = 0
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""
@@ -196,8 +196,7 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
         look.first_turns += 1
         text = split_reasoning(text_of(message.get("content") or ""), opened=False)[2]
         names = _called_in(message)
-        if offer.own_loop and calls_tool(chain):
-            look.own += not any(offered & _called_in(said) for said in chain.messages)
+        look.own += offer.own_loop and calls_tool(chain) and not any(offered & _called_in(m) for m in chain.messages)
         # an agent may bring tools that the recipe does not know, and its requests may offer none
         called = bool(names) and (offer.own_loop or not offered or names <= offered)
         if called or (reads_text and reads_call(offer.parser, text, offer.specs)):
@@ -300,9 +299,9 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
 
 
 def _calls(look: Look) -> str:
+    own = f" ({look.own} of them the agent's own, or in its own code)" if look.own else ""
     told = [
-        f"{look.called} of {look.chains} chains called a tool"
-        + (f" ({look.own} of them the agent's own, or in its own code)" if look.own else ""),
+        f"{look.called} of {look.chains} chains called a tool{own}",
         f"{look.malformed} had a malformed turn",
         f"{look.cut} had a turn cut at rollout.max_tokens={look.offer.config.max_tokens}",
     ]

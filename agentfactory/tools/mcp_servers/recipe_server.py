@@ -18,7 +18,7 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
-from agentfactory.tools.mcp_servers.server_entry import COPY_FOR_CHAIN, Target, files_of_all
+from agentfactory.tools.mcp_servers.server_entry import Target, files_of_all
 from agentfactory.tools.mcp_servers.server_messages import REPAIR
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ _GAUGE_SECONDS = 2.0
 
 
 def _state_of(file: Path) -> list[int]:
-    """Return what changes when a file is written, or the log of a database beside it; empty if there is none."""
-    states = [os.stat(path) for path in (file, f"{file}-wal") if os.path.isfile(path)]
-    return [value for state in states[:1] for value in (state.st_mtime_ns, state.st_size)] + [s.st_size for s in states[1:]]
+    """Return sizes of a file, and of a database's log beside it, and the time of its last change; empty without one."""
+    found = [path.stat() for path in (file, Path(f"{file}-wal")) if os.path.isfile(path)]
+    return [each.st_size for each in found] + [each.st_mtime_ns for each in found[:1]]
 
 
 class ToolServer:
@@ -204,15 +204,14 @@ class ToolServer:
         return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=self._retire)
 
     async def _retire(self, connection: Connection) -> None:
-        """Close a connection. If its process took more memory than assumed, lower the pool's capacity. Warn of a file
-        that has changed, and that chains share although each has a process."""
+        """Close a connection. If its process took more memory than assumed, lower the pool's capacity."""
         self._ended += 1
         changed = [file for file, before in self._files.items() if _state_of(file) != before]
         if changed and self._ended > 1:
-            self._files.clear()
+            self._files = {}
             text = f"tool server {self.name}: chains have changed {changed[0]}, and each sees what the others wrote"
-            text += f"; fix: {COPY_FOR_CHAIN}; or mcp_servers.{self.name}.isolation: shared, if that is meant"
-            notify(logger, f"files of {self.name}", text)
+            fix = f"write {CHAIN} in place of its folder, which `workspace` names; isolation: shared, if it is meant"
+            notify(logger, f"files of {self.name}", f"{text}; fix: {fix}")
         if connection.pid is not None and connection.alive:
             taken = await asyncio.to_thread(memory_of, connection.pid)
             if taken > self._each:

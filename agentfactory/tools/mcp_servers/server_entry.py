@@ -93,17 +93,16 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 _UNSHARED = ("", ".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".log")
 """Endings of words, programs and logs, which chains do not see."""
-COPY_FOR_CHAIN = f"write {CHAIN} in place of its folder, and name that folder, with what a chain begins with, as `workspace`"
 
 
 def files_of_all(target: Target) -> list[Path]:
-    """Return what may be files in a program's arguments and variables: without `${chain}`, all its chains share them."""
+    """Return what may be files in a program's arguments and variables, and without `${chain}` belongs to all chains."""
     program = target.program if isinstance(target, ChainProgram) else target
     if not isinstance(program, StdioServerParameters):
         return []
-    texts = [text for given in (*program.args, *(program.env or {}).values()) for text in (given, given.partition("=")[2])]
-    # also addresses such as sqlite:///notes.db
-    files = [Path(program.cwd or "", re.sub(r"^\w+:///", "", text)) for text in texts]
+    # also after `=`, and addresses such as sqlite:///notes.db
+    texts = (re.split(r"=|\w+:///", given)[-1] for given in (*program.args, *(program.env or {}).values()))
+    files = [Path(program.cwd or "", text) for text in texts]
     return [file for file in dict.fromkeys(files) if file.suffix not in _UNSHARED and CHAIN not in str(file)]
 
 

@@ -29,10 +29,9 @@ _OF_GATEWAYS = (401, 402, 403, 407, 408, 429, 502, 503, 504)
 """Statuses that refuse a request before any tool gets it, even if the body is a JSON-RPC error."""
 _BODY_BYTES = 4096
 _SHOWN = 200
-_BOUNDS_EVENTS = "max_sse_event_size" in inspect.signature(streamable_http_client).parameters
-if not _BOUNDS_EVENTS:
-    # before version 2.2, the SDK leaves events httpx2's bound of 1 MiB; `MessageFilter` has a wider one
-    of_sdk.EventSource = partial(of_sdk.EventSource, max_event_size=None)  # type: ignore[attr-defined]
+if is_before_2_2 := "max_sse_event_size" not in inspect.signature(streamable_http_client).parameters:
+    # the SDK leaves events httpx2's bound of 1 MiB; `MessageFilter` has a wider one
+    vars(of_sdk)["EventSource"] = partial(vars(of_sdk)["EventSource"], max_event_size=None)
 
 
 @asynccontextmanager
@@ -83,7 +82,7 @@ async def http_client(
         proxy=None if proxy is None else proxy.url,
         trust_env=False,
     ) as http:
-        bound: dict[str, Any] = {"max_sse_event_size": most_bytes(result_bytes)} if _BOUNDS_EVENTS else {}
+        bound: dict[str, Any] = {} if is_before_2_2 else {"max_sse_event_size": most_bytes(result_bytes)}
         transport = streamable_http_client(url, http_client=http, **bound)
         mode = "legacy" if target.session else "auto"
         async with Client(transport, cache=None, mode=mode, message_handler=receive) as client:
