@@ -23,8 +23,8 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, D
 if TYPE_CHECKING:
     from agentfactory.launching.child_processes import Children
 
-ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state")
-"""Files of a checkpoint that a model does not need."""
+ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
+"""Files of a checkpoint that a model does not need. training_state.pt: in checkpoints of version 0.1."""
 _ORIGIN = "merged_from.json"
 _TOLERANCE = 1e-3
 """Largest mean change of log-probabilities in float32 that is taken for rounding: 1e-5 at 0.5 billion parameters."""

@@ -210,7 +210,7 @@ class ToolServer:
         if changed and self._ended > 1:
             self._files = {}
             text = f"tool server {self.name}: chains have changed {changed[0]}, and each sees what the others wrote"
-            fix = f"write {CHAIN} in place of its folder, which `workspace` names; isolation: shared, if it is meant"
+            fix = f"write {CHAIN} in place of its folder, and name that as `workspace`; or, if meant, isolation: shared"
             notify(logger, f"files of {self.name}", f"{text}; fix: {fix}")
         if connection.pid is not None and connection.alive:
             taken = await asyncio.to_thread(memory_of, connection.pid)
