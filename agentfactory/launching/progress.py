@@ -116,9 +116,9 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
 
 
 @contextmanager
-def tell_information(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass information (`inform`) of our loggers to `say` while the context is open."""
-    with handled_by(_Said(say)):
+def tell_information(say: Callable[[str], None], notices: Notices | None = None) -> Iterator[None]:
+    """Pass information (`inform`) of our loggers, and with `notices` warnings, to `say` while the context is open."""
+    with handled_by(_Said(say, notices)):
         yield
 
 

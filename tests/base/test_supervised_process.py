@@ -77,6 +77,11 @@ def stay():
     threading.Thread(target=forever).start()
     return 4
 
+def unload():
+    threading.Thread(target=forever, daemon=True).start()
+    atexit.register(time.sleep, 3)
+    return 4
+
 def forever():
     while True:
         time.sleep(0.05)
@@ -129,10 +134,12 @@ CASES: dict[str, tuple[str, float, int | None, int, list[str]]] = {
     "thread": (
         *("stay", 100.0, None, 4),
         [
-            "the command is done, and its process has not ended: users.py, line 40, in forever",
+            "the command is done, and its process has not ended: users.py, line 45, in forever",
             "its process was killed 4 s after the command was done",
         ],
     ),
+    # unloading takes longer than QUIET_SECONDS, and a daemon thread is not what it waits for
+    "daemon": ("unload", 100.0, None, 4, []),
     # exits of user code do not replace the status
     "exit at the end": ("late_exit", 100.0, None, 4, []),
     "uncaught": ("fill", 100.0, None, 1, ["was ended by MemoryError, which nothing caught", "; fix: free memory"]),

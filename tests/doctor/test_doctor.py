@@ -15,6 +15,7 @@ import pytest
 from agentfactory.base.findings import Finding, Severity
 from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
+from agentfactory.commands.main import main
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.recipe.schema import Recipe
@@ -23,6 +24,7 @@ from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.http_pages import serving
 from tests.project import load_and_check
+from tests.untrained_tokens import make_needs, make_untrained
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -106,6 +108,24 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     refuses = "{{ raise_exception('no sums') if messages[0].content == '1 + 1?' }}"
     make_tokenizer(refuses + trl_template("qwen2_5")).save_pretrained(project / "model")
     assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
+
+
+def test_what_the_trainer_would_refuse_of_a_model_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_untrained("untied", project / "model", make_needs())
+    *_, told, _ = doctor_recipe.check_format(load())
+    assert (told.severity, "cannot tell <tool_call> (" in told.text) == (Severity.WARNING, True)
+    for overrides, words in (
+        (["model.lora.rank=2"], "model.lora.trainable_tokens: missing, but the network cannot tell <tool_call> ("),
+        (["model.lora={rank: 2, target_modules: [nope]}"], "model.lora.target_modules: got ['nope'], but 'nope' fits"),
+        (["model.lora.rank=2", "rollout.parser=json"], ""),
+    ):
+        problems = [str(found) for found in doctor_recipe.check_format(load(*overrides)) if found.severity == "problem"]
+        assert main(["train", "recipe.yaml", "--dry-run", *overrides]) == (2 if words else 0)
+        assert (words in "".join(problems), words in capsys.readouterr().err, len(problems)) == (
+            True,
+            True,
+            bool(words),
+        )
 
 
 def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

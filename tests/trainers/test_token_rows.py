@@ -10,7 +10,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.trainers.batches.batch import training_row
@@ -66,9 +65,7 @@ def logprobs(network: Any, ids: Tensor) -> Tensor:
     return chosen.gather(-1, ids.flatten()[PLACES, None]).squeeze(-1)
 
 
-def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
-    dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
     named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens .* equal to 0\.00"
     fix = r"model\.lora\.trainable_tokens=auto; or write calls without these tokens: rollout\.parser=json"
     with pytest.raises(ValueError, match=f"trainable_tokens: missing, but the network {named}.*{fix}"):
@@ -77,10 +74,6 @@ def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
         load_policy(recipe_of(dead, [OPEN]), needs=needs)
     with pytest.raises(ValueError, match="got '<call>', which is no token of the vocabulary"):
         load_policy(recipe_of(dead, ["<call>"]), needs=needs)
-    # where all weights are trained, it is a warning
-    load_policy(recipe_of(dead, lora=False), needs=needs)
-    (notice,) = [notice for record in caplog.records if (notice := notice_of(record))]
-    assert f"the network cannot tell {OPEN}" in notice.text
 
 
 def test_another_format_needs_no_dead_token(dead: Path) -> None:
