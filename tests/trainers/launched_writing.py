@@ -1,7 +1,8 @@
-"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on full disks.
+"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on full disks, and from version 0.1.
 
-Arguments: a recipe as JSON, the folder of the checkpoints. Rank 0 has no room for the second checkpoint, and rank 1
-none for the third. Each rank writes its errors to rank-N.txt beside the folder."""
+Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of version 0.1. Rank 0 has no room for the
+second checkpoint, and rank 1 none for the third; the fifth has the state loaded from version 0.1. Each rank writes its
+errors to rank-N.txt beside the folder."""
 
 import json
 import resource
@@ -15,6 +16,7 @@ from agentfactory.trainers.checkpoints.checkpoint import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
 
 ROOM = 1 << 13
 """Maximum bytes of a file on a full disk."""
@@ -36,6 +38,9 @@ def main() -> int:
         except DiskError as error:
             told.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    load_state(Path(sys.argv[3]), learner)
+    writer.begin(5, learner, {})
+    writer.wait()
     Path(sys.argv[2]).with_name(f"rank-{rank}.txt").write_text("\n".join(told))
     accelerator.end_training()
     return 0

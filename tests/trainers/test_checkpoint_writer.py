@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.files.disk import DiskError
@@ -18,6 +19,7 @@ from agentfactory.trainers.checkpoints import checkpoint
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints, CheckpointWriter
 from agentfactory.trainers.checkpoints.checkpoint_folder import verify
 from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
 from tests.trainers.conftest import Make, make_groups, on_cpu, take_step
@@ -147,18 +149,54 @@ def test_an_error_of_the_writing_ends_the_run(
     assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])
 
 
+def write_as_before(folder: Path, learner: Learner) -> Path:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = {
+        "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},
+        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer.optimizer, options=options),
+        "schedule": learner.schedule.state_dict(),
+        "random": [{"cpu": torch.get_rng_state()}],
+    }
+    folder.mkdir()
+    torch.save(state, folder / "training_state.pt")
+    return folder
+
+
+@pytest.mark.parametrize("case", ["full", "critic"])
+def test_one_of_0_1_goes_on_bit_by_bit(make_recipe: Make, tmp_path: Path, case: str) -> None:
+    course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2, "schedule": "cosine"}
+    recipe = make_recipe(**{**course, **SETTINGS[case]})
+    learner = Learner(recipe, on_cpu())
+    for seed in (1, 2):
+        take_step(learner, recipe, make_groups(2, 3, seed=seed))
+    before = write_as_before(tmp_path / "before", learner)
+    random = torch.get_rng_state()
+    resumed = Learner(recipe, on_cpu())
+    load_state(before, resumed)
+    assert torch.equal(torch.get_rng_state(), random)
+    for one in (learner, resumed):
+        take_step(one, recipe, make_groups(2, 3, seed=3))
+    assert resumed.learning_rate == learner.learning_rate
+    weights = dict(resumed.model.named_parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in learner.model.named_parameters())
+
+
 @pytest.mark.processes
 def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make, tmp_path: Path) -> None:
-    two = make_recipe(steps=9, batch_size=2, learning_rate=1e-2, processes=2, strategy="fsdp2")
+    course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
+    one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy="fsdp2")
+    learner = Learner(one, on_cpu())
+    take_step(learner, one, make_groups(2, 3))
+    before = write_as_before(tmp_path / "before", learner)
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
-    arguments = (two.model_dump_json(), str(folder))
+    arguments = (two.model_dump_json(), str(folder), str(before))
     ranks = start_ranks("tests.trainers.launched_writing", *arguments, log=log, strategy="fsdp2")
     assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
     told = [f"{folder}/step-{step:06d} cannot be written: File too large" for step in (2, 3)]
     for rank in (0, 1):
         said = (tmp_path / f"rank-{rank}.txt").read_text().splitlines()
         assert [line.partition(" (")[0] for line in said] == told, rank
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000004", "step-000005"]
     for path in folder.iterdir():
         verify(path)
         shards = [path / "training_state" / f"__{rank}_0.distcp" for rank in (0, 1)]
@@ -166,3 +204,8 @@ def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make,
         assert {str(shard.relative_to(path)) for shard in shards} <= digests.keys()
         sizes = [shard.stat().st_size for shard in shards]
         assert 0.8 < sizes[0] / sizes[1] < 1.25, "each rank writes its half"
+    loaded, expected = training_state(folder / "step-000005"), torch.load(before / "training_state.pt")
+    for name, weight in expected["weights"].items():
+        assert torch.equal(loaded[f"weights/{name}"], weight)
+        for slot, value in expected["optimizer"]["state"][name].items():
+            assert torch.equal(loaded[f"optimizer/{name}/{slot}"], value)

@@ -17,13 +17,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentfactory.trainers.batches.packing import deal
 from agentfactory.trainers.update.learner import Learner
 
 TRAINING_STATE = "training_state"
 """The folder of the state in a checkpoint."""
+FILE_BEFORE = "training_state.pt"
+"""The file with the whole state in checkpoints of version 0.1."""
 
 _SETTINGS = "settings"
 """Key of everything that is not a tensor, as the bytes of a torch.save file. The other keys are weights/NAME,
@@ -144,6 +146,9 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
 
     With the number of processes that wrote it, training continues bit for bit; with more, the additional ones keep
     their own random state. Raises ValueError if the checkpoint contains other weights than are trained."""
+    if (checkpoint / FILE_BEFORE).exists():
+        _load_file(checkpoint, learner)
+        return
     reader = StateReader(checkpoint / TRAINING_STATE)
     held, trained = reader.read_metadata().state_dict_metadata, _trained(learner)
     _check_names(checkpoint, (key.removeprefix("weights/") for key in held if key.startswith("weights/")), trained)
@@ -165,17 +170,39 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
             name, _, slot = key.removeprefix("optimizer/").rpartition("/")
             states[name][slot] = value
     random = {key.rpartition("/")[2]: value for key, value in wanted.items() if key.startswith("random/")}
-    _restore(learner, settings, random)
+    _restore(learner, states, settings["groups"], settings["schedule"], random)
 
 
-def _restore(learner: Learner, settings: dict[str, Any], random: dict[str, Tensor]) -> None:
-    """Restore everything but the weights; `settings` have the optimiser's state by weight name."""
-    optimizer, trained, schedule = _bare(learner.optimizer), _trained(learner), settings["schedule"]
+def _load_file(checkpoint: Path, learner: Learner) -> None:
+    # mapped: otherwise weights for a GPU would take up memory once per process
+    mapped = learner.accelerator.device.type != "cpu"
+    state = torch.load(checkpoint / FILE_BEFORE, map_location="cpu", weights_only=True, mmap=mapped)
+    trained, rank = _trained(learner), learner.accelerator.process_index
+    _check_names(checkpoint, state["weights"], trained)
+    with torch.no_grad():
+        for name, weight in trained.items():
+            weight.copy_(_like(weight, state["weights"][name]))
+    states = {name: dict(slots) for name, slots in state["optimizer"]["state"].items()}
+    for name, slots in states.items():
+        slots |= {slot: _like(trained[name], value) for slot, value in slots.items() if isinstance(value, Tensor)}
+    random = state["random"][rank] if rank < len(state["random"]) else {}
+    _restore(learner, states, state["optimizer"]["param_groups"], state["schedule"], random)
+
+
+def _restore(
+    learner: Learner,
+    states: dict[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    schedule: dict[str, Any],
+    random: dict[str, Tensor],
+) -> None:
+    """Restore everything but the weights; `states` has the optimiser's by weight name."""
+    optimizer, trained = _bare(learner.optimizer), _trained(learner)
     optimizer.state.clear()
-    for name, slots in settings["optimizer"].items():
+    for name, slots in states.items():
         optimizer.state[trained[name]] = slots
-    for group, saved in zip(optimizer.param_groups, settings["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
     # recompute the last step: train.steps may have changed, and the learning-rate schedule with it
     before = {"last_epoch": schedule["last_epoch"] - 1, "_step_count": schedule["_step_count"] - 1}
     learner.schedule.load_state_dict({**schedule, **before})
@@ -209,6 +236,14 @@ def _room(entry: TensorStorageMetadata, weight: nn.Parameter) -> Tensor:
     if entry.size == weight.shape:
         return torch.empty_like(weight.detach(), dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=weight.device)
+
+
+def _like(weight: nn.Parameter, value: Tensor) -> Tensor:
+    """Return `value` on the device of `weight`, and sharded like it if it has its shape."""
+    value = value.to(weight.device)
+    if not isinstance(weight, DTensor) or value.shape != weight.shape:
+        return value
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
