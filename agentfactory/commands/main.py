@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfactory.base.activity import heard
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
+from agentfactory.base.run_notices import heard
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.commands.options import answer_completion, completion_script, parse
 

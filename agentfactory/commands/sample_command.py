@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.run_notices import doing
 from agentfactory.commands.server_commands import acting, schedule_of
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say

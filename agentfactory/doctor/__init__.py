@@ -69,7 +69,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("versions", machine_checks.check_versions)
     devices: dict[str, Any] = {"gpus": []}
     try:
-        devices = parent_watch.answer_of("agentfactory.doctor.devices")
+        devices = parent_watch.answer_of("agentfactory.placement.machine")
     except RuntimeError as error:
         yield problem("devices", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
     else:

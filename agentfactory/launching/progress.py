@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentfactory.base.activity import current, heard
-from agentfactory.base.run_notices import Notices, notice_of
+from agentfactory.base.run_notices import Notices, current, heard, notice_of
 
 _ROWS = 10
 _COLUMNS = {

@@ -13,9 +13,9 @@ from statistics import fmean
 
 from tokenizers import Tokenizer
 
-from agentfactory.base.activity import clock
 from agentfactory.base.messages import text_of
 from agentfactory.base.processes.devices import ROWS, Speed, measured, width_of
+from agentfactory.base.run_notices import clock
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe

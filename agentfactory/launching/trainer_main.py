@@ -13,9 +13,8 @@ import yaml
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.base.activity import doing
 from agentfactory.base.findings import Finding
-from agentfactory.base.run_notices import Notice, notify
+from agentfactory.base.run_notices import Notice, doing, notify
 from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings

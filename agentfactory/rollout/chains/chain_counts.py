@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 
-from agentfactory.base.activity import clock
+from agentfactory.base.run_notices import clock
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -48,7 +48,7 @@ COUNTS = ChainCounts()
 
 
 def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig) -> Callable[[float], str]:
-    """Return a function for `activity.doing` that describes the chains that have not ended yet."""
+    """Return a function for `doing` that describes the chains that have not ended yet."""
     before = counts()
     # the chains that still run belong to it
     before = replace(before, asked=before.ended, begun=before.ended)

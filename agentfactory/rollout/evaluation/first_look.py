@@ -11,8 +11,8 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from agentfactory.base.activity import clock
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
+from agentfactory.base.run_notices import clock
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.rules import offered, plural
