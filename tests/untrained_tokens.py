@@ -43,7 +43,6 @@ KINDS: dict[str, tuple[Any, bool]] = {
 def make_needs(parser: str = "auto") -> TokenNeeds:
     tokenizer: PreTrainedTokenizerBase = make_tokenizer(trl_template("qwen2_5"))
     tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
-    assert tokens is not None
     return TokenNeeds(tokens, tokenizer)
 
 

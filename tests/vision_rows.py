@@ -27,7 +27,6 @@ class Album:
 
     def __init__(self, model: Path, folder: Path, seed: int = 0) -> None:
         vision = load_vision(str(model))
-        assert vision is not None
         self.vision: Vision = vision
         self.store = ImageStore(folder)
         self.draw = random.Random(seed)

@@ -33,8 +33,6 @@ def locked_by_nobody(file: Path) -> Iterator[int | None]:
     command = ["/usr/bin/python3", "-I", "-S", "-c", LOCKS, str(file)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, user=NOBODY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/") as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
             yield process.pid if process.stdout.readline() else None
         finally:

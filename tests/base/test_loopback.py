@@ -79,6 +79,5 @@ def test_another_users_connection_is_found(way: str) -> None:
 def test_another_users_listener_is_found() -> None:
     command = [sys.executable, "-c", LISTENS_AS_NOBODY]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as thief:
-        assert thief.stdout is not None
         assert listeners_users(int(thief.stdout.readline())) == {65534}
         thief.communicate()

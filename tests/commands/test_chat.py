@@ -15,7 +15,6 @@ from agentfactory.commands import chat
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.launching.served_weights import Served
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluation.evaluate import open_runner
@@ -65,7 +64,6 @@ def test_only_environments_need_the_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = load_recipe("recipe.yaml", [f"model.path={warm_start}", "rollout.max_tokens=4"])
-    assert isinstance(recipe, Recipe)
     for data in ("tasks.jsonl", "heldout.jsonl"):
         (project / data).unlink()
 
@@ -92,7 +90,6 @@ async def test_images_are_shown_by_their_paths_in_any_line(
     for name, colour in (("first", "red"), ("second", "blue"), ("third", "white")):
         Image.new("RGB", (64, 32), colour).save(f"{name}.png")
     vision = load_vision(model)
-    assert vision is not None
     answer = load_tokenizer(model).encode("as it is<|im_end|>", add_special_tokens=False)
 
     async def lines() -> AsyncIterator[str]:

@@ -15,7 +15,6 @@ from agentfactory.commands.eval_command import tables
 from agentfactory.commands.main import main
 from agentfactory.launching.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.evaluate import Evaluation
 from agentfactory.rollout.evaluation.first_look import Look, Offer
@@ -144,7 +143,6 @@ def test_a_server_that_does_not_answer_is_told(
 
 def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm_server: str) -> None:
     recipe = load_recipe("recipe.yaml", [f"server.url={warm_server}"], "eval")
-    assert isinstance(recipe, Recipe)
     there = eval_command.look_at(recipe, warm_server, None)
     assert (there.model, there.by_token_ids) == ("policy", True)
     assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"

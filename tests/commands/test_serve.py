@@ -35,7 +35,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     command = [sys.executable, "-m", "agentfactory", "serve", str(recipe)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     ready = next(line for line in process.stdout if line.startswith("ready "))
     models = ready.split()[1] + "/v1/models"
     assert only_loopback(process.pid)

@@ -22,9 +22,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path,
 
 
 def recipe_of(*overrides: str) -> Recipe:
-    recipe = load_recipe("recipe.yaml", ["train.steps=40", *overrides])
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return load_recipe("recipe.yaml", ["train.steps=40", *overrides])
 
 
 def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:

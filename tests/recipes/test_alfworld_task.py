@@ -81,9 +81,7 @@ def test_games_of_training_and_evaluation_differ(engine: Engine) -> None:
 
 
 def recipe_of(name: str) -> Recipe:
-    recipe = load_and_check(RECIPES / name, lacks=[])
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return load_and_check(RECIPES / name, lacks=[])
 
 
 @needs_engine

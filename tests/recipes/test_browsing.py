@@ -27,9 +27,7 @@ RIVER = QUESTIONS[1]
 
 @cache
 def recipe() -> Recipe:
-    loaded = load_and_check(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
-    assert isinstance(loaded, Recipe)
-    return loaded
+    return load_and_check(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
 
 
 @pytest.fixture

@@ -139,7 +139,6 @@ async def test_a_chain_clicks_on_a_row_of_the_hub(name: str, hub: Path, tmp_path
     data = recipe.data.model_copy(update={"options": {"limit": 5, "path": str(hub / "GUI-R1")}})
     task = load_tasks(data)[0]
     view = view_of(recipe.model.path, load_vision(recipe.model.path, None, 300_000))
-    assert view is not None
     for pixels, hit in (([150, 180], 1.0), ([90, 180], 0.0)):
         place = [round(number) for number in view.from_pixels(pixels, (400, 300))]
         chain = await chain_of(recipe, FOLDER, task, [call(action="left_click", coordinate=place)], tmp_path / "seen")
@@ -232,7 +231,6 @@ async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(tmp_path: Path) ->
     finally:
         await looks.close()
     view = view_of(recipe.model.path, load_vision(recipe.model.path, None, 300_000))
-    assert view is not None
     # the picture has four times the page's pixels
     place = [round(number) for number in view.from_pixels([2 * (left + right), 2 * (top + bottom)], (640, 840))]
     texts = [call(action="wait", time=0.2), call(action="left_click", coordinate=place)]

@@ -33,9 +33,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @cache
 def recipe(name: str) -> Recipe:
-    loaded = load_and_check(RECIPES / name, lacks=[])
-    assert isinstance(loaded, Recipe)
-    return loaded
+    return load_and_check(RECIPES / name, lacks=[])
 
 
 async def act(folder: Path, name: str, source: str, texts: list[str], **task: Any) -> tuple[Trajectory, list[str]]:

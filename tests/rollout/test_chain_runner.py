@@ -204,7 +204,6 @@ HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
 def hunt_url() -> Iterator[str]:
     command = [sys.executable, "-m", "agentfactory.tools.serve", HUNT, "--http", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         yield server.stdout.readline().split()[1]
         server.terminate()
 

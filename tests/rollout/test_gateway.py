@@ -93,7 +93,6 @@ async def test_stop_strings_and_limits_end_a_turn_where_the_agent_says(tmp_path:
         messages += [{"role": "user", "content": "1"}]
         answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=3)
         assert answer.choices[0].finish_reason == "length"
-        assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
         messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
         await client.chat.completions.create(model="m", messages=messages)

@@ -14,7 +14,6 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
 from agentfactory.rollout.gateway import outside_agent as outside
-from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.scripted_chains import Scripted, scripted_chains
@@ -57,7 +56,6 @@ class Program:
 async def elsewhere(folder: Path, texts: list[str], **fields: Any) -> AsyncIterator[tuple[Scripted, Program]]:
     agent = OutsideAgent(OutsideOptions(**fields.pop("outside", {})))
     async with scripted_chains(folder, texts, agent=agent, **fields) as chains, aiohttp.ClientSession() as session:
-        assert isinstance(chains.runner, GatewayRunner)
         yield chains, Program(session, chains.runner.gateway.url)
 
 

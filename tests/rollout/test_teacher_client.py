@@ -150,7 +150,6 @@ def changed(place: int, **fields: Any) -> Callable[[Scores], Scores]:
 
     def change(scores: Scores) -> Scores:
         entry = scores[place]
-        assert entry is not None
         next(iter(entry.values())).update(fields)
         return scores
 

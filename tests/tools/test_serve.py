@@ -44,7 +44,6 @@ asyncio.run(main())
 def test_a_child_that_blocks_ends_when_its_parent_is_killed(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "blocking")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) == 1

@@ -173,7 +173,6 @@ def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:
     """Return the same recipe, with the 4-bit base saved dequantised in its own precision."""
-    assert recipe.model.lora is not None
     load_network(recipe).dequantize().save_pretrained(folder)
     lora = recipe.model.lora.model_copy(update={"quantization": None})
     model = recipe.model.model_copy(update={"path": str(folder), "lora": lora})

@@ -1,5 +1,5 @@
-"""The nccl backend's protocol, over gloo against a receiving process, and sharded weights that are sent to servers while
-they are gathered. NCCL itself is untested here: it needs GPUs."""
+"""The nccl backend's protocol, over gloo against a receiving process, and sharded weights that are sent while they are
+gathered. NCCL itself is untested here: it needs GPUs."""
 
 import json
 import os
@@ -65,7 +65,6 @@ def receiving(file: Path, fault: str = "") -> Iterator[ServerControl]:
     command = [sys.executable, str(RECEIVER), str(file), fault]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         try:
             yield ServerControl(process.stdout.readline().strip(), timeout_seconds=60)
         finally:

@@ -50,9 +50,7 @@ def with_url(recipe: TrainRecipe, url: str, **teacher: Any) -> TrainRecipe:
 
 def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
     """The groups with the teacher's grades, as the trainer gets them from the worker."""
-    assert recipe.teacher is not None
     server = recipe.teacher.server
-    assert server is not None
 
     async def grade() -> int:
         async with TeacherClient(server, recipe.model.path, LONGEST, retry_seconds=20) as teacher:

@@ -309,7 +309,6 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
     make_recipe: Make, teacher_folder: Path
 ) -> None:
     recipe = with_teacher(make_recipe(), teacher_folder)
-    assert recipe.teacher is not None
     policy = load_policy(recipe)
     frozen = make_teacher(recipe, policy, on_cpu())._frozen
     teacher = Teacher(recipe.teacher, frozen, VOCABULARY, {7: "<think>"})

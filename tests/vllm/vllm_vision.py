@@ -51,7 +51,6 @@ def serving(kind: str, folder: Path, server: dict[str, Any], limit: int | None =
     }
     recipe = RolloutRecipe.model_validate(sections)
     renderer = load_renderer(recipe.model, "hermes", tools=False, images=folder / "images")
-    assert isinstance(renderer.images, ShownImages)
     likely = load_file(path / "model.safetensors")
     head = next(name for name in likely if name.endswith("lm_head.weight"))
     for token in renderer.images.vision.banned_token_ids:
@@ -106,7 +105,6 @@ def extend(served: Served, row: Row, messages: list[Message], new: list[Message]
     collapsed = served.images.collapse(row)
     renderer = served.renderer
     added = renderer.extend(collapsed, messages, new, []) if row.token_ids else renderer.open(messages, [])
-    assert added is not None
     row.append_context(*served.images.expand(added, new))
 
 

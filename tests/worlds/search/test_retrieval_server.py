@@ -25,7 +25,6 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "
     folder = index_of(tmp_path_factory.mktemp("retrieval"))
     command = [sys.executable, "-m", "agentfactory", "index", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             ready, address = process.stdout.readline().split()
             assert ready == "ready"

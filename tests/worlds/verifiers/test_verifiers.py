@@ -250,7 +250,6 @@ class TestRecipe:
 
     def test_the_source_brings_its_agent(self, tmp_path: Path) -> None:
         found = recipe(data=rows_of("a"))
-        assert found.rollout.agent is not None
         assert (found.rollout.agent.name, found.rollout.agent.reports) == ("verifiers", True)
         assert isinstance(load_agent(found.rollout.agent, tmp_path), VerifiersAgent)
         # a saved recipe names it
