@@ -1,6 +1,7 @@
 """Handmade rows with images: the images in a store, their tokens expanded as in chains."""
 
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
     """An image of random colours."""
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 class Album:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import AsyncIterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.project import load_and_check
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
+from tests.vision_rows import file_of
 
 FOLDER = REPOSITORY / "recipes" / "gui_agents"
 ComputerUse, Grounding = (load_object(f"computer_use.py:{name}", FOLDER) for name in ("ComputerUse", "Grounding"))
@@ -35,9 +35,7 @@ chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is
 def screenshot(box: list[float]) -> bytes:
     image = Image.new("RGB", (400, 300), "white")
     ImageDraw.Draw(image).rectangle(box, fill="blue")
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    return file_of(image)
 
 
 @pytest.fixture(scope="module")

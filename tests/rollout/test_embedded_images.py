@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from agentfactory.tools.images.lru_cache import ByteCache
 from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
-from tests.vision_rows import picture
+from tests.vision_rows import file_of, picture
 
 pytestmark = pytest.mark.numbers
 
@@ -247,9 +246,7 @@ def image_cache(model: Path, **options: Any) -> ImageCache:
 
 
 def part(image: Image.Image, uuid: str | None = None) -> dict[str, Any]:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    url = "data:image/png;base64," + base64.b64encode(file_of(image)).decode()
     return {"type": "image_url", "url": url, "uuid": uuid}
 
 

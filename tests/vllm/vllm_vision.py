@@ -26,8 +26,7 @@ from agentfactory.rollout.token_row import Row
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model
-from tests.vision_rows import picture
-from tests.worlds.images.test_decode import file_of
+from tests.vision_rows import file_of, picture
 
 SAMPLING = Sampling("policy", 0.7, "c0")
 TOKENS = 40

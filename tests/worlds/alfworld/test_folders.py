@@ -71,10 +71,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    return [row for split in Split for row in alfworld_tasks(split, data=str(folder), python=PYTHON)]
-
-
 def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
     folder: Path, tmp_path: Path, opened: Open
 ) -> None:
@@ -82,7 +78,8 @@ def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
     command = own_python(str(tmp_path / "published.py"), str(folder), executable=PYTHON)
     out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=tmp_path).stdout
     listed, played = json.loads(out.splitlines()[-1])
-    assert sorted(listed) == sorted(row["game"] for row in rows_of(folder))
+    ours = (alfworld_tasks(split, data=str(folder), python=PYTHON) for split in Split)
+    assert sorted(listed) == sorted(row["game"] for rows in ours for row in rows)
     assert len(played) == 4
     environment = opened(AlfWorld, data=str(folder), python=PYTHON, processes=1)
     for game, (won, seen) in played.items():

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from agentfactory.worlds.openenv.words import calls_tools, in_words, shown, tools_in_words
+from tests.vision_rows import file_of
 
 METADATA = {"metadata": {"type": "object"}}
 
@@ -46,9 +47,7 @@ def test_calls_of_tools_are_recognized() -> None:
 
 
 def png() -> str:
-    file = BytesIO()
-    Image.new("RGB", (9, 9), "red").save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(file_of(Image.new("RGB", (9, 9), "red"))).decode()
 
 
 @pytest.mark.parametrize(
