@@ -46,6 +46,10 @@ def lines(rows: Rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def compressed(text: str) -> bytes:
+    return gzip.compress(text.encode(), mtime=0)
+
+
 def tool(name: str, properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
     """Return a tool in the OpenAI format."""
     parameters = {"type": "object", "properties": properties, "required": required or [], **more}
@@ -127,7 +131,7 @@ FILES = [
     lined("byte order mark", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
     lined("blank lines", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
     lined("separators of lines in a text", '{"question": "a\u2028b\x85c"}\n', [{"question": "a\u2028b\x85c"}]),
-    Case("gzip", "a.jsonl.gz", gzip.compress(lines([Q, Q]).encode(), mtime=0), [Q, Q]),
+    Case("gzip", "a.jsonl.gz", compressed(lines([Q, Q])), [Q, Q]),
     Case("gzip that is none", "a.jsonl.gz", lines([Q]), r"a\.jsonl\.gz is damaged: Not a gzipped file.*; fix: "),
     cells(
         "CSV",
