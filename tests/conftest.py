@@ -42,7 +42,7 @@ SLOW = (
         "test_own_algorithm.py",
         "commands/test_eval.py",
     ),
-    *("viewer/test_viewer.py", "trainers/test_images.py", "rollout/test_parsers.py", "commands/test_eval.py"),
+    *("viewer/test_viewer.py", "trainers/test_image_families.py", "rollout/test_parsers.py", "commands/test_eval.py"),
     *("trainers/test_nccl.py", "tools/test_mcp_client.py", "tools/test_third_party.py"),
     *("rollout/test_gateway_program.py", "trainers/test_sabotage.py", "tools/test_isolation.py", "test_agent.py"),
 )

@@ -3,7 +3,6 @@ formats on our small file; their rewards and data."""
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,7 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{served.port}"
 
 
-@asynccontextmanager
-async def chains(folder: Path, address: str, texts: list[str]) -> AsyncIterator[Any]:
+async def play(folder: Path, address: str, texts: list[str]) -> Trajectory:
     taken = recipe(BROWSING / "7b-qlora-24gb-timeshare.yaml")
     servers = {name: server.model_dump() for name, server in taken.mcp_servers.items()}
     servers["search"]["options"]["engine"] = {"cache": str(folder / "cache"), "calls_per_second": 1000.0}
@@ -70,12 +68,7 @@ async def chains(folder: Path, address: str, texts: list[str]) -> AsyncIterator[
         "rollout": {"max_turns": taken.rollout.max_turns},
     }
     async with scripted_chains(folder, texts, **fields) as opened:
-        yield opened
-
-
-async def play(folder: Path, address: str, texts: list[str], row: dict[str, Any] = RIVER) -> Trajectory:
-    async with chains(folder, address, texts) as opened:
-        trajectory = await opened.run(**row)
+        trajectory = await opened.run(**RIVER)
         opened.check(trajectory)
         return trajectory
 

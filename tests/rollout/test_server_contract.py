@@ -208,8 +208,7 @@ async def client(untied: Served) -> AsyncIterator[Client]:
 
 
 def reference(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def with_weights(folder: Path, weights: Path) -> PreTrainedModel:

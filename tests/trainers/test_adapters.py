@@ -22,7 +22,7 @@ from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.teachers.teacher import make_reference
 from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
-from tests.trainers.scored import IDS, INPUTS, disturb, score, scores_of
+from tests.trainers.scored import IDS, INPUTS, disturb, fill_adapters, score, scores_of
 
 pytestmark = pytest.mark.numbers
 
@@ -179,15 +179,6 @@ def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:
     return recipe.model_copy(update={"model": model})
 
 
-def with_an_adapter_that_acts(policy: Policy) -> Policy:
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return policy
-
-
 def gradients(policy: Policy) -> dict[str, Tensor]:
     score(policy).sum().backward()
     found = {name: weight.grad for name, weight in policy.named_parameters() if weight.requires_grad}
@@ -202,8 +193,9 @@ def test_equals_an_adapter_on_its_dequantised_base(
     none."""
     recipe = make_recipe(lora=NF4, **train)
     recipe.model.path, recipe.model.dtype = str(wide_folder), dtype
-    policy = with_an_adapter_that_acts(load_policy(recipe))
-    plain = with_an_adapter_that_acts(load_policy(dequantised(recipe, tmp_path / "dequantised")))
+    policy, plain = load_policy(recipe), load_policy(dequantised(recipe, tmp_path / "dequantised"))
+    for each in (policy, plain):
+        fill_adapters(each, 0.1, torch.Generator().manual_seed(3))
     with torch.no_grad():
         given, expected = score(policy), score(plain)
     tolerance = 1e-5 if dtype == "float32" else 0.05

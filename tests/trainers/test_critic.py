@@ -20,7 +20,7 @@ from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
 from tests.trainers.ranks import on_ranks
-from tests.trainers.scored import IDS, INPUTS, TARGETS, disturb, scores_of
+from tests.trainers.scored import IDS, INPUTS, TARGETS, disturb, fill_adapters, scores_of
 
 pytestmark = pytest.mark.numbers
 
@@ -28,13 +28,9 @@ LORA = {"rank": 3}
 RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS), dtype=torch.float64)
 
 
-def make_model(recipe: TrainRecipe, seed: int = 1) -> ActorCritic:
+def make_model(recipe: TrainRecipe) -> ActorCritic:
     model = in_float64(make_actor_critic(recipe, load_policy(recipe)))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or name == "critic.head":
-                parameter.normal_(std=0.3, generator=generator)
+    fill_adapters(model, 0.3, torch.Generator().manual_seed(1))
     return model
 
 

@@ -32,6 +32,7 @@ from agentfactory.trainers.networks.network import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.conftest import Make
 from tests.trainers.float64 import assert_equal, in_float64
+from tests.trainers.scored import fill_adapters
 
 pytestmark = pytest.mark.numbers
 
@@ -85,10 +86,7 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    fill_adapters(policy, 0.1, torch.Generator().manual_seed(0))
     policy.eval()
     state = policy.gather()
     policy.save_adapter(tmp_path, state)

@@ -186,8 +186,7 @@ class Reader:
         }
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        found: list[Any] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         self._process.communicate()
