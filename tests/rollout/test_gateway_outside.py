@@ -16,7 +16,7 @@ from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConf
 from agentfactory.rollout.gateway import outside_agent as outside
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.scripted_chains import NOTE, Scripted, scripted_chains
 
 TOKEN = "for tests"
 CALL = '<tool_call>\n{"name": "note", "arguments": {"text": "tea"}}\n</tool_call>'
@@ -94,14 +94,7 @@ async def test_a_chain_is_taken_played_and_reported(tmp_path: Path) -> None:
 
 
 async def test_the_recipes_reward_judges_and_sees_the_report(tmp_path: Path) -> None:
-    source = """
-from agentfactory import reward, tool
-
-@tool
-def note(text: str) -> str:
-    '''Take a note.'''
-    return text
-
+    source = f"""{NOTE}
 @reward
 def turns(prediction, environment, trajectory):
     return 10 * trajectory.turns + (environment.reward if environment else 0) + len(prediction)

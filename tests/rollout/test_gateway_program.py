@@ -23,7 +23,7 @@ from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.sandboxed_python import sandboxed_python
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import NOTE, scripted_chains
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
@@ -42,21 +42,12 @@ for _ in range(2):
 print("wrote", open("file").read().strip(), "in", os.path.basename(os.getcwd()) != "", os.environ.get("SECRET"))
 """
 
-REWARD = '''
-from agentfactory import reward, tool
-
-
-@tool
-def note(text: str) -> str:
-    """Take a note."""
-    return text
-
-
+REWARD = f"""{NOTE}
 @reward
 def turns(workspace, trajectory, prediction):
     wrote = (workspace / "file").read_text().strip() if (workspace / "file").exists() else ""
-    return {"reward": float(wrote == "tea"), "said": float("wrote tea" in prediction)}
-'''
+    return dict(reward=float(wrote == "tea"), said=float("wrote tea" in prediction))
+"""
 
 DAEMON = """
 import os, subprocess, sys, time
