@@ -271,16 +271,12 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "columns": {},
         }
     )
-    updates = {
-        "data": data.model_copy(update={"split": "train"}),
-        # without a judge
-        "rewards": [reward.model_copy(update={"options": _without_judge(reward.options)}) for reward in loaded.rewards],
-    }
-    return loaded.model_copy(update=updates)
-
-
-def _without_judge(options: dict) -> dict:
-    return {key: value for key, value in options.items() if key not in ("url", "model")}
+    # without a judge
+    options = [
+        {key: reward.options[key] for key in reward.options.keys() - {"url", "model"}} for reward in loaded.rewards
+    ]
+    rewards = [reward.model_copy(update={"options": own}) for reward, own in zip(loaded.rewards, options, strict=True)]
+    return loaded.model_copy(update={"data": data.model_copy(update={"split": "train"}), "rewards": rewards})
 
 
 @pytest.mark.processes  # the recipe asks whether vLLM is installed
