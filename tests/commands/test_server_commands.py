@@ -82,6 +82,7 @@ def test_a_folder_without_weights_is_refused(project: Path) -> None:
 BROKEN = f"""
 from agentfactory import tool
 from agentfactory.base.user_code.loading import load_object
+from tests.placement.shapes import sizes
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
 
@@ -134,8 +135,7 @@ def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+    config = Qwen3Config(**sizes(32, 32, 1, 2, 1, 64), head_dim=16, max_position_embeddings=64)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     server = {"engine": "embedded", "max_model_len": 64}
     text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server})

@@ -16,6 +16,7 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.teachers.teacher import FrozenPolicy, make_reference
+from tests.placement.shapes import sizes
 from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
@@ -257,11 +258,8 @@ def test_reference_scores_as_the_policy_does(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    capped = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, final_logit_softcapping=2.0, initializer_range=0.5,
-    )  # fmt: skip
-    Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
+    own = {"head_dim": 16, "final_logit_softcapping": 2.0, "initializer_range": 0.5}
+    Gemma2ForCausalLM(Gemma2Config(**sizes(32, 32, 2, 2, 2, 64), **own)).save_pretrained(tmp_path)
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
     model, reference = make_both(recipe)

@@ -16,6 +16,7 @@ from agentfactory.trainers.batches.packing import PAIRS_PER_TOKEN, TreePlan, dea
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy
+from tests.placement.shapes import sizes
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers
@@ -146,8 +147,8 @@ def test_what_shares_too_little_is_padded() -> None:
 
 def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
-    for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
-        assert sorted(tree.tokens for tree in merge(input_ids(rows), budget)) == sizes
+    for budget, totals in ((179, [140, 160, 160]), (180, [180, 180])):
+        assert sorted(tree.tokens for tree in merge(input_ids(rows), budget)) == totals
     rows = rows_per_turn(random.Random(0), turns=8)
     (tree,) = merge(input_ids(rows), token_budget=50)
     assert tree.tokens == len(rows[-1].token_ids) - 1
@@ -179,10 +180,9 @@ def test_lines_are_full() -> None:
 
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 3 * width}
-    sizes |= {"num_hidden_layers": layers, "tie_word_embeddings": True}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": width // 8}
-    network = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+    config, kind = (Qwen3Config, Qwen3ForCausalLM) if family == "qwen3" else (LlamaConfig, LlamaForCausalLM)
+    shape = sizes(width, 3 * width, layers, 8, 4, 64)
+    network: Any = kind(config(**shape, head_dim=width // 8, tie_word_embeddings=True))
     return in_float64(Policy(network, torch.float64).train())
 
 
