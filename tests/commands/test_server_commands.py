@@ -28,6 +28,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.http_transport import authorization
 from tests.conftest import QUICKSTART
+from tests.placement.shapes import sizes
 from tests.project import Command
 from tests.server_process import only_loopback
 from tests.waiting import wait_for
@@ -82,7 +83,6 @@ def test_a_folder_without_weights_is_refused(project: Path) -> None:
 BROKEN = f"""
 from agentfactory import tool
 from agentfactory.base.user_code.loading import load_object
-from tests.placement.shapes import sizes
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
 
