@@ -172,7 +172,6 @@ def test_what_user_code_does_to_its_process_is_named(tmp_path: Path) -> None:
         # a fork may keep the pipe open
         found = running[case].wait(timeout=60)
         stderr = running[case].stderr
-        assert stderr is not None
         said = stderr.read()
         assert (found, all(each in said for each in words), bool(said)) == (status, True, bool(words)), (case, said)
 
@@ -188,7 +187,6 @@ def test_a_stopped_process_holds_no_lock_and_an_ignored_signal_stays_ignored(tmp
     for folder, process in (("stop", stopped), ("nohup", ignoring)):
         (tmp_path / folder / "go").touch()
         assert process.wait(timeout=60) == 0
-    assert stopped.stderr is not None
     assert stopped.stderr.read() == ""
 
 
@@ -196,7 +194,6 @@ def test_processes_that_user_code_leaves_are_ended(tmp_path: Path) -> None:
     process = start(tmp_path / "left", "leave")
     assert process.wait(timeout=60) == 0
     own, daemon = map(int, (tmp_path / "left" / "pid").read_text().split())
-    assert process.stderr is not None
     assert f"processes that user code has left are ended: {own}" in process.stderr.read()
     assert not psutil.pid_exists(own)
     psutil.Process(daemon).kill()

@@ -58,12 +58,6 @@ def answering(answers: dict[str, object], key: str) -> Iterator[str]:
         yield url
 
 
-def described(model: str, routes: Iterable[str]) -> dict[str, object]:
-    """What an inference server says of itself."""
-    card = {"id": "policy", "root": model, "parent": None, "max_model_len": 8192}
-    return {"/openapi.json": {"paths": {route: {} for route in routes}}, "/v1/models": {"data": [card]}}
-
-
 def plant_distribution(folder: Path, name: str, version: str) -> None:
     """Another version of a package, before the one that is installed."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -179,7 +173,9 @@ def test_a_server_is_asked_for_what_training_needs(
     project: Path, monkeypatch: pytest.MonkeyPatch, routes: list[str], root: str, setting: str, told: str
 ) -> None:
     monkeypatch.setenv("THE_KEY", "secret")
-    with answering(described(root or str(project / "model"), routes), key="secret") as url:
+    card = {"id": "policy", "root": root or str(project / "model"), "parent": None, "max_model_len": 8192}
+    told_by_it = {"/openapi.json": {"paths": {route: {} for route in routes}}, "/v1/models": {"data": [card]}}
+    with answering(told_by_it, key="secret") as url:
         settings = [f"server.url={url}", "model.lora.rank=8", "server.api_key_env=THE_KEY", setting]
         (finding,) = doctor_recipe.check_servers(load(*settings))
     assert re.match(told, f"{finding.severity} {finding.text}")

@@ -15,6 +15,7 @@ from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 from tests.engine_runs import make_adapter
+from tests.placement.shapes import sizes
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -24,9 +25,8 @@ PROMPT = [7 * i % 97 for i in range(40)]
 def make_model(**changes: Any) -> Qwen3ForCausalLM:
     """A model with input widths 96 (less than a group), 160 (a group and a remainder) and 128."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "initializer_range": 0.1}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "tie_word_embeddings": False, **changes})).eval()
+    own = {"head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False}
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes(96, 160, 2, 4, 2, 97), **own, **changes})).eval()
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:

@@ -209,17 +209,14 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, mo
     try:
         assert told() == [(13, 75)]
         _, lease = await server.acquire()
-        assert lease is not None
         await lease.release()
         await until(lambda: told()[1:] == [(5, 200)])
         assert "up to 5 at a time, of about 200 MiB each" in server.isolation_text
         leases = [(await server.acquire())[1] for number in range(5)]
         further = asyncio.create_task(server.acquire())
         pool = server._pool
-        assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)
         assert (pool.gauges()["in_use"], pool.gauges()["idle"]) == (5, 0)
-        assert leases[0] is not None
         await leases[0].release()
         assert (await further)[1] is not None
     finally:
