@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.embedded.packed_linear import quantize
+from agentfactory.rollout.inference.embedded.packed_linear import _Int8Linear, largest_step, quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
@@ -63,6 +63,22 @@ def test_linear_weights_are_rounded_to_nearest_and_nothing_else(kind: Any, tied:
     row = weights["model.layers.1.mlp.down_proj.weight"][3]
     levels = [len(part.unique()) for part in (row.split(128) if kind == "int4" else [row])]
     assert max(levels) <= (16 if kind == "int4" else 255)
+
+
+@pytest.mark.parametrize("most", [largest_step(), 63])
+def test_products_of_integers_are_those_of_the_rounded_values(most: int) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 40), torch.randn(1, 5, 64)
+    layer.weight.data[3], x[0, 2] = 0.0, 0.0
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach()
+    product = _Int8Linear(layer, most)
+    scale = weight.abs().amax(1, keepdim=True) / most
+    levels = (weight / scale.where(scale > 0, 1.0)).round()
+    assert torch.equal(product.read(), levels * scale)
+    steps = x.abs().amax(2, keepdim=True) / 127
+    expected = (x / steps.where(steps > 0, 1.0)).round() * steps @ (levels * scale).T + bias
+    assert torch.allclose(product(x), expected, atol=1e-6)
+    assert torch.equal(product(x)[:, 1:2], product(x[:, 1:2]))  # a row depends on no other
 
 
 def test_weights_of_0_stay_so_and_bfloat16_is_rounded_once() -> None:
