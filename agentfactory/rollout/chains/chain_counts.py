@@ -11,6 +11,8 @@ from agentfactory.rollout.inference.http_transport import InferenceError, Server
 from agentfactory.rollout.inference.inference_client import InferenceClient
 
 _LOOK_SECONDS = 2.0
+_ENOUGH = 0.02
+"""Share of the tokens from which their rate, after the prompts, tells something about the time left."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig)
             return f"waiting for the first chain, {seconds:.0f} s so far"
         told = f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {tokens / seconds:,.1f} tokens/s"
         done = max(ended, tokens / longest) / asked
-        if 0 < done < 1:
+        if (0 if ended else _ENOUGH) < done < 1:
             # before the first chain has ended, all could become as long as they may
             told += f", {'about' if ended else 'at most'} {clock(seconds * (1 - done) / done)} left"
         return f"sampling: {told}"

@@ -206,8 +206,8 @@ def compute_in_int8(model: PreTrainedModel) -> None:
 
 
 def largest_step() -> int:
-    """Return the largest integer for weights: without AVX512_VNNI, sums of two products saturate at 16 bits, which 7-bit
-    weights avoid."""
+    """Return the largest integer for weights: without AVX512_VNNI, sums of two products saturate at 16 bits, which
+    7-bit weights avoid."""
     full = torch.full((8, 8), 127, dtype=torch.int8)
     return 127 if int(torch._int_mm(full, full)[0, 0]) == 8 * 127**2 else 63
 
