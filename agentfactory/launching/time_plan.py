@@ -128,7 +128,7 @@ def plan_times(stages: Sequence[Recipe]) -> "Iterator[TimePlan | str]":
             try:
                 lengths = _lengths(stage, model, before)
                 before = lengths if stage.train.algorithm == "sft" else before
-                yield plan_time(stage, _size(Path(model)), lengths, measured())
+                yield plan_time(stage, size_of(Path(model)), lengths, measured())
             # tokenizers raises it for files of other formats, which the trainer refuses or reads in its own way
             except Exception as error:
                 yield f"its time cannot be planned: {error}"
@@ -227,7 +227,7 @@ def _rows(data: DataConfig | None) -> list[Task]:
     return load_tasks(data.model_copy(update={"limit": min(data.limit or _READ_ROWS, _READ_ROWS)}))
 
 
-def _size(folder: Path) -> Size:
+def size_of(folder: Path) -> Size:
     """Return the size of a model from the headers of its weights, and from its config.json the active share of
     experts."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

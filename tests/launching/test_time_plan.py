@@ -61,7 +61,7 @@ def test_lengths_are_those_of_transcripts(tmp_path: Path, monkeypatch: pytest.Mo
     said = [("user", "a a a"), ("assistant", "a a"), ("user", "a"), ("assistant", "a")]
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert time_plan._size(tmp_path) == Size(layers=1, body=16, head=20, width=4)  # tied embeddings are the head
+    assert time_plan.size_of(tmp_path) == Size(layers=1, body=16, head=20, width=4)  # tied embeddings are the head
     sft = recipe_of(algorithm="sft")
     sft.model.path, grpo = str(tmp_path), recipe_of()
     assert sft.data is not None
