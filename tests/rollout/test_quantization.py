@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.embedded.packed_linear import _Int8Linear, largest_step, quantize
+from agentfactory.rollout.inference.embedded.packed_linear import Int8Linear, largest_step, quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
@@ -71,7 +71,7 @@ def test_products_of_integers_are_those_of_the_rounded_values(most: int) -> None
     layer, x = nn.Linear(64, 40), torch.randn(1, 5, 64)
     layer.weight.data[3], x[0, 2] = 0.0, 0.0
     weight, bias = layer.weight.detach().clone(), layer.bias.detach()
-    product = _Int8Linear(layer, most)
+    product = Int8Linear(layer, most)
     scale = weight.abs().amax(1, keepdim=True) / most
     levels = (weight / scale.where(scale > 0, 1.0)).round()
     assert torch.equal(product.read(), levels * scale)
