@@ -17,7 +17,6 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT202012, specification_with
 
 from agentfactory.base.errors import short
-from agentfactory.base.messages import properties_of
 
 _PATTERN_SECONDS = 0.5
 """Time limit for matching one pattern, which can backtrack for an exponentially long time."""
@@ -51,36 +50,6 @@ class ArgumentCheck:
         if mismatch is None:
             return None
         return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
-
-
-def fits_plainly(value: Any, schema: Any) -> bool:
-    """Return whether a schema of common keywords accepts a value; if not, ask `ArgumentCheck`, which is slow."""
-    if not isinstance(schema, dict):
-        return schema is True
-    for key, given in schema.items():
-        match key:
-            case "type":
-                names = given if _are_names(given) else [given]
-                fits = any(name in _NAMES_OF_TYPES.get(type(value), ()) for name in names)
-            case "properties":
-                common = value.keys() & given.keys() if isinstance(value, dict) and isinstance(given, dict) else ()
-                fits = isinstance(given, dict) and all(fits_plainly(value[name], given[name]) for name in common)
-            case "required":
-                fits = _are_names(given) and (not isinstance(value, dict) or value.keys() >= set(given))
-            case "items":
-                fits = not isinstance(value, list) or all(fits_plainly(each, given) for each in value)
-            case "additionalProperties":
-                others = value.keys() - properties_of(schema) if isinstance(value, dict) else ()
-                fits = all(fits_plainly(value[name], given) for name in others)
-            case "enum":  # numbers and truth values have an equality of their own
-                fits = isinstance(value, str) and isinstance(given, list) and value in given
-            case "anyOf":
-                fits = isinstance(given, list) and any(fits_plainly(value, each) for each in given)
-            case _:  # in draft 3, the schema of a property that is missing can refuse an object
-                fits = key not in _JUDGING and not (key == "$schema" and "draft-03" in str(given))
-        if not fits:
-            return False
-    return True
 
 
 class _UsableSchema:
@@ -233,12 +202,6 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and _compiled(value) is not None
 
 
-_DRAFTS = (getattr(validators, f"Draft{name}Validator") for name in ("3", "4", "6", "7", "201909", "202012"))
-_JUDGING = frozenset(key for draft in _DRAFTS for key in draft.VALIDATORS)
-_NAMES_OF_TYPES: dict[type, tuple[str, ...]] = {
-    **{dict: ("object",), list: ("array",), str: ("string",), bool: ("boolean",), type(None): ("null",)},
-    **{int: ("integer", "number"), float: ("number",)},
-}
 _TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 _NAMES_OF_SCHEMAS = ("$anchor", "$dynamicAnchor", "$id", "id")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
