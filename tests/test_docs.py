@@ -30,7 +30,6 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.plan_choice import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
-from agentfactory.recipe.reference import meaning, sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
@@ -49,7 +48,8 @@ from agentfactory.trainers.loop.health import Health
 from agentfactory.trainers.loop.sft import conversation_rows
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.canary_verdict import Drift
-from docs.reference_pages import PAGES, renewed
+from agentfactory.worlds.commands.field_words import meaning
+from docs.reference_pages import PAGES, renewed, sections
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
 

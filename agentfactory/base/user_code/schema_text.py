@@ -6,7 +6,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-
 _ORDER = ("type", "properties", "required", "additionalProperties", "$defs")
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")

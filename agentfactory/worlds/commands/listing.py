@@ -18,11 +18,11 @@ from agentfactory.base.messages import ToolSpec
 from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, registered
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.commands.tools_command import signature_of
-from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
+from agentfactory.worlds.commands.field_words import default_words, meaning, type_words
 from agentfactory.worlds.commands.subject import (
     catalogue,
     describe,

@@ -1,4 +1,4 @@
-"""The fields of a recipe in words: their sections, types, defaults and meanings."""
+"""The fields of a source of tasks, or of a recipe, in words: their types, defaults and meanings."""
 
 import inspect
 import types
@@ -10,29 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentfactory.base.config import Choice
-
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-
-
-def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
-    """Return `model`'s sections, outermost first, each with its keys, such as `train.loss`; entries of a mapping or a
-    list are `<name>` or `<n>`. Options of a choice are sections too. A source's settings come last."""
-    found: dict[type[BaseModel], list[str]] = {}
-    for section, path in sorted(sections_below(model, ""), key=lambda item: ".sources." in item[1]):
-        found.setdefault(section, []).append(path)
-    return found
-
-
-def sections_below(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
-    """Yield `model` and the sections in it, each with its key; that of `model` is `path`."""
-    yield model, path
-    for kind in dict.fromkeys(model.kinds.values()) if issubclass(model, Choice) else ():
-        yield kind, f"{path}.options"
-    for name, field in model.model_fields.items():
-        for below, key in models_in(field.annotation):
-            yield from sections_below(below, ".".join(filter(None, (path, name, key))))
 
 
 def models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
