@@ -18,7 +18,6 @@ class SettingError(ValueError):
 
     @property
     def without_fix(self) -> str:
-        """The whole message except the fix."""
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 
     def at(self, field: str | None = None, source: str | None = None) -> "SettingError":

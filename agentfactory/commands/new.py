@@ -88,7 +88,6 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
 
 
 def describe(folder: Path, task: str, kind: str) -> str:
-    """Describe the next steps in the new folder."""
     place = display(folder.resolve())
     return f"""\
 wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test

@@ -190,7 +190,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
-    """Return the parser and its commands."""
     parser = argparse.ArgumentParser(
         prog="agentfactory",
         description="Reinforcement learning for agents that use tools.",

@@ -143,7 +143,6 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, name: str, command: Sequence[str], log: Path, **options: Any) -> Child:
-        """Start a child, with the options of `start_child`."""
         child = start_child(name, command, log, **options)
         self._children.append(child)
         return child

@@ -55,7 +55,6 @@ class Assignment:
     """The planned time, which the first step is compared with."""
 
     def write(self, file: Path) -> None:
-        """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
         plan = asdict(self.plan) if self.plan else None
         data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint, "plan": plan}
@@ -165,8 +164,6 @@ def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All stages of a run, in order."""
-
     recipe: Recipe | StagedRecipe
     stages: tuple[StagePlan, ...]
     prepare: Command | None = None

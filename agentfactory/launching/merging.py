@@ -47,7 +47,6 @@ class Merge:
 
     @property
     def command(self) -> list[str]:
-        """The command of the child that merges."""
         arguments = (str(self.adapter), self.base, self.dtype, str(self.output))
         return own_python("-m", "agentfactory.launching.merging", *arguments)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def prepare_command(recipe: "Recipe | StagedRecipe") -> list[str]:
-    """Return the command of the child that runs the recipe's `prepare`."""
     assert recipe.prepare is not None
     folder = recipe.output / "prepared"
     command = own_python("-m", "agentfactory.launching.prepare", recipe.prepare, str(folder), str(recipe.seed))

@@ -91,7 +91,6 @@ class Tracking(AbstractContextManager["Tracking"]):
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log a record that was appended to metrics.jsonl."""
         step = int(metrics["step"])
         # the other trackers have a separate field for the step
         numbers = {name: value for name, value in metrics.items() if name != "step"}

@@ -109,7 +109,6 @@ class KillableProcess:
         return self._process.wait()
 
     def end(self) -> None:
-        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -101,7 +101,6 @@ class Inside:
         self._shows = False
 
     def close(self) -> None:
-        """Close the pipe."""
         self._pipe.close()
 
     def lines(self) -> list[str]:

@@ -57,7 +57,6 @@ class Place(NamedTuple):
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file of code is AgentFactory's."""
     return file.startswith(_OURS)
 
 

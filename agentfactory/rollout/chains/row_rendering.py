@@ -34,7 +34,6 @@ class RowRenderer:
 
 
 def append_turn(row: Row, completion: Completion) -> None:
-    """Append a sampled turn to a row."""
     row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
 
 

@@ -71,5 +71,4 @@ def offered(names: Sequence[str]) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -55,7 +55,6 @@ class Stored:
         return self._answers[answer][0] if answer in self._answers else None
 
     def by_id(self) -> dict[str, dict[str, Any]]:
-        """Return all items by their ids."""
         return {str(item.get("id")): item for items, _ in self._answers.values() for item in items}
 
 

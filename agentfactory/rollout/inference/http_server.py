@@ -77,7 +77,6 @@ class ProtocolServer:
         }
 
     async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request."""
         try:
             if request.path != "/health":
                 given = request.headers.get("Authorization", "").encode(errors="replace")
@@ -103,7 +102,6 @@ class ProtocolServer:
         return BadRequest(f"{field}: {value!r} is not supported by {self.engine_name}; use {only}")
 
     async def openapi(self, http: web.BaseRequest) -> Json:
-        """Describe the routes."""
         described = {"responses": {"200": {"description": "OK"}}}
         paths = {path: {method.lower(): described} for path, (method, _) in self._routes.items()}
         return {"openapi": "3.1.0", "info": {"title": self.engine_name, "version": "0.2.0"}, "paths": paths}

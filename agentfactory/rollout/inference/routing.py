@@ -57,7 +57,6 @@ class Router:
         self._prompts: OrderedDict[int, set[Replica]] = OrderedDict()
 
     def has_replicas(self, url: str, count: int) -> None:
-        """Note that `count` replicas answer at `url`."""
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:

@@ -83,7 +83,6 @@ class StallWatch:
             raise LostError(f"it gave no token for {self._limit:g} s") from error
 
     async def close(self) -> None:
-        """Stop watching."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -81,8 +81,6 @@ def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
 
 
 class Messages:
-    """A parser of the messages that arrive on a socket."""
-
     def __init__(self, source: socket.socket) -> None:
         self.source = source
         self.ended = False

@@ -35,6 +35,5 @@ class ByteCache(Generic[Key, Value]):
             self.nbytes -= dropped
 
     def clear(self) -> None:
-        """Evict all values."""
         self._values.clear()
         self.nbytes = 0

@@ -31,7 +31,6 @@ class Role(StrEnum):
 
 
 def role_of(name: str) -> Role:
-    """Return the role that trains the weight of this name."""
     return Role.CRITIC if name.startswith("critic.") or CRITIC_ADAPTER in name.split(".") else Role.POLICY
 
 

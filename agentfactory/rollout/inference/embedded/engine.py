@@ -116,7 +116,6 @@ class Engine:
         return float(self._known[self._held].sum()) / self._ids.size
 
     def requests(self) -> list[Request]:
-        """All unfinished requests."""
         return self.running + self.waiting
 
     def add(self, request: Request) -> None:

@@ -57,7 +57,6 @@ class WeightUpdate:
         self._check_whole("weight_version: the update", self._given)
 
     def close(self) -> None:
-        """Release the sender's memory."""
         self._buffers.close()
 
     def _check_whole(self, source: str, given: set[str]) -> None:
