@@ -12,7 +12,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
-from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
+from agentfactory.recipe.choices import CHOICES, chosen, has_option, places, value_at
 from agentfactory.recipe.removed_fields import complete_saved
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
@@ -314,16 +314,9 @@ _OF_A_SOURCE = {
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
     """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); others fail validation later."""
-    key, *rest = keys
-    if isinstance(data, dict):
-        entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
-    else:
-        entries = list(range(len(data))) if key == "*" and isinstance(data, list) else []
-    for entry in entries:
-        if rest:
-            _convert(data[entry], rest, convert)
-        elif isinstance(data[entry], str):
-            data[entry] = convert(data[entry])
+    for place, key in places(data, keys):
+        if isinstance(place[key], str):
+            place[key] = convert(place[key])
 
 
 def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
