@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.config import leaves
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, places, value_at
@@ -364,12 +365,3 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
             _merge(below[key], value)
         else:
             below[key] = value
-
-
-def leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
-    """Yield the dotted names of the leaves of a mapping."""
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

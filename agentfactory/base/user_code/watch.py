@@ -60,18 +60,13 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OURS)
 
 
-def _is_users(file: str) -> bool:
-    """Return whether a file of code is neither ours, nor the standard library's, nor an installed package's."""
-    return not (is_ours(file) or file.startswith(("<", *_STANDARD)) or _LIBRARIES & {*Path(file).parts})
-
-
 def _of_users(stack: Sequence[Place]) -> list[int]:
     """Return the indices of the user's code in a stack, outermost first, after the last call of ours or of a loop."""
     found: list[int] = []
     for index, place in enumerate(stack):
         if is_ours(place.file) or place.file == events.__file__:
             found = []
-        elif _is_users(place.file):
+        elif not (place.file.startswith(("<", *_STANDARD)) or _LIBRARIES & {*Path(place.file).parts}):
             found.append(index)
     return found
 
