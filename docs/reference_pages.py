@@ -18,9 +18,9 @@ from agentfactory.base.config import Choice, fields_of
 from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.config import source_of
-from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.trainers.config import ALGORITHMS
-from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.metrics import METRICS, Metric
+from agentfactory.viewer.charts import CHAIN_METRICS, EVAL_METRICS
 from agentfactory.worlds.commands.field_words import default_words, docstring_of, meaning, models_in, type_words
 
 _WHOLE = "The whole recipe"
