@@ -160,7 +160,6 @@ class Children:
             raise child.failure()
 
     def check_all(self) -> None:
-        """Raise ChildFailed if a child is not running."""
         self.check(*self._children)
 
     def check(self, *children: Child) -> None:

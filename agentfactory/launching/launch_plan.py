@@ -38,8 +38,6 @@ _POLL_SECONDS = 0.1
 
 
 class State(StrEnum):
-    """The progress of a stage."""
-
     NEW = "new"
     STARTED = "started"
     COMPLETED = "completed"
@@ -171,7 +169,6 @@ class RunPlan:
 
     @property
     def due(self) -> list[StagePlan]:
-        """The stages that are not completed."""
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":

@@ -42,7 +42,6 @@ class Merge:
 
     @property
     def is_done(self) -> bool:
-        """True if the merged model exists."""
         return self.output.exists()
 
     @property
@@ -51,7 +50,6 @@ class Merge:
         return own_python("-m", "agentfactory.launching.merging", *arguments)
 
     def describe(self) -> str:
-        """Return a human-readable line."""
         because = f" ({self.reason})" if self.reason else ""
         done = f"was merged into {self.base}" if self.is_done else f"is first merged into {self.base}"
         return f"the adapter in {display(self.adapter)} {done}, in {display(self.output)}{because}"

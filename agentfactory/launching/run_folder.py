@@ -276,7 +276,6 @@ def is_run(path: Path) -> bool:
 
 
 def is_free(path: Path) -> bool:
-    """Return whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 

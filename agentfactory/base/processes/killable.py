@@ -81,7 +81,6 @@ class KillableProcess:
 
     @property
     def running(self) -> bool:
-        """True if the process has not ended."""
         return self._process.poll() is None
 
     def send(self, request: dict[str, Any], content: bytes = b"") -> None:

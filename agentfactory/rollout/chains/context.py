@@ -29,7 +29,6 @@ class Context:
         self.turns.append([message])
 
     def hear(self, answers: Sequence[Message]) -> None:
-        """Append the answers to the last turn."""
         self.turns[-1] += answers
 
     def last_turns(self, count: int, summary: str | None = None) -> "Context":

@@ -16,8 +16,6 @@ class Piece(NamedTuple):
 
 
 class RowRenderer:
-    """A renderer of messages as pieces of rows."""
-
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._images = renderer.images

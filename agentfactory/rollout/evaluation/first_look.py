@@ -56,8 +56,6 @@ class Offer:
 
 @dataclass
 class Look:
-    """The figures of finished chains."""
-
     offer: Offer
     chains: int = 0
     groups: int = 0
@@ -94,7 +92,6 @@ class Look:
 
     @property
     def ended(self) -> int:
-        """Chains that did not fail."""
         return self.chains - self.failed
 
     @cached_property

@@ -267,7 +267,6 @@ class SentImages:
         return digest in self._digests
 
     def note(self, spans: Sequence[ImageSpan]) -> None:
-        """Record that the server has these images."""
         for span in spans:
             self._digests[span.digest] = None
             self._digests.move_to_end(span.digest)
@@ -275,6 +274,5 @@ class SentImages:
             self._digests.popitem(last=False)
 
     def forget(self, spans: Sequence[ImageSpan]) -> None:
-        """Record that the server lacks these images."""
         for span in spans:
             self._digests.pop(span.digest, None)

@@ -131,7 +131,6 @@ async def body_of(http: web.BaseRequest) -> Json:
 
 
 def server_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that both engines take."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     parser.add_argument("model", help="folder or hub name of a model in the transformers format")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")

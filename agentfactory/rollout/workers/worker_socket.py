@@ -281,7 +281,6 @@ class WorkerProcess:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 
     def close(self) -> None:
-        """End the worker after it has processed all messages."""
         try:
             self.messages.source.shutdown(socket.SHUT_WR)
             self._process.wait(timeout=END_SECONDS)

@@ -134,7 +134,6 @@ class ChainAccount:
         return left
 
     def end(self, now: float) -> None:
-        """Note that a call has ended in any way."""
         self._running -= 1
         if not self._running:
             self.seconds += now - self._since
@@ -213,8 +212,6 @@ class ChainAccount:
 
 
 class ChainLimits(ChainAccount):
-    """Runs the calls of one chain within its limits."""
-
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:

@@ -71,7 +71,6 @@ class Pool(Generic[T]):
 
     @property
     def replaces(self) -> bool:
-        """True if each chain gets a new instance."""
         return self._config.max_uses == 1
 
     async def acquire(self) -> "Lease[T]":
