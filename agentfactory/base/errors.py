@@ -1,6 +1,6 @@
 """The error for invalid settings, and interruptions that look like errors."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -40,6 +40,15 @@ class CommandFailed(Exception):
     """A command found a fault, which the message tells; `status` is the command's exit status."""
 
     status = 1
+
+
+def some(names: Collection[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short(value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import indent
 
 from agentfactory.base.activity import doing
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.commands.server_commands import acting, schedule_of
@@ -66,7 +66,6 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.evaluation.first_look import describe
-        from agentfactory.rollout.evaluation.rules import plural
         from agentfactory.rollout.sources import load_all
 
         used = served.recipe

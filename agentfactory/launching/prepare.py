@@ -49,7 +49,6 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
-    """Call the user's function (folder, seed)."""
     with filled(folder) as aside:
         function = load_object(reference, Path.cwd())
         with announced(f"running {Path(reference).name}"):

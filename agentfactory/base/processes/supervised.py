@@ -119,7 +119,6 @@ class Inside:
         return len(self._lines) > before
 
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process."""
         import psutil  # here, because every command imports this module
 
         with contextlib.suppress(psutil.NoSuchProcess):

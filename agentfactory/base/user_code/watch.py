@@ -46,8 +46,6 @@ _told: set[CodeType] = set()
 
 
 class Place(NamedTuple):
-    """A line of a stack."""
-
     file: str
     line: int
     function: str

@@ -12,10 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from agentfactory.base.activity import clock
+from agentfactory.base.errors import plural
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.evaluation.rules import offered, plural
+from agentfactory.rollout.evaluation.rules import offered
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import PARSERS, Parser, load_parser
 from agentfactory.rollout.text.parsers.parser import split_reasoning

@@ -33,13 +33,11 @@ class Stall:
     _tokens: float | None = None
 
     def begin(self, deadline: asyncio.Timeout, now: float) -> None:
-        """Note that a request was sent."""
         if not self.deadlines:
             self._since = now
         self.deadlines.append(deadline)
 
     def end(self, deadline: asyncio.Timeout, now: float) -> None:
-        """Note that a request was answered or lost."""
         self.deadlines.remove(deadline)
         self._since = now
 

@@ -24,8 +24,6 @@ from agentfactory.trainers.networks.policy import Policy
 
 
 class Role(StrEnum):
-    """The model part that a forward pass runs: policy or critic."""
-
     POLICY = "policy"
     CRITIC = "critic"
 
