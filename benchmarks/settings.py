@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from agentfactory.base.config import Choice
 from agentfactory.recipe.composition import RECIPES
 from agentfactory.recipe.schema import Recipe
-from agentfactory.worlds.commands.field_words import models_in
+from agentfactory.worlds.commands.listing import models_in
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from docs.reference_pages import sections

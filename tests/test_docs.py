@@ -48,7 +48,7 @@ from agentfactory.trainers.loop.sft import conversation_rows
 from agentfactory.trainers.metrics import METRICS, Metric
 from agentfactory.trainers.sync.canary_verdict import Drift
 from agentfactory.viewer.charts import CHAIN_METRICS, EVAL_METRICS
-from agentfactory.worlds.commands.field_words import meaning
+from agentfactory.worlds.commands.listing import meaning
 from docs.reference_pages import PAGES, renewed, sections
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
