@@ -78,7 +78,6 @@ class Budget:
             return self._read(connection)
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()
 
     def _read(self, connection: sqlite3.Connection) -> Spending:
