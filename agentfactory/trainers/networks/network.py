@@ -43,6 +43,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses four bits per
     weight. Under fsdp2 it is on the CPU: see `load_on_rank_0`. Raises SettingError if it cannot be trained."""
     config, device = recipe.model, torch.device(device)
+    if config.dtype == "float16":
+        raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
     if (Path(config.path) / "adapter_config.json").exists():
         fix = "set it to the base that its adapter_config.json names, and model.lora.from to this folder"
         raise SettingError("model.path", f"{config.path} holds a LoRA adapter, not a model", fix)
