@@ -114,7 +114,7 @@ setup(
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
         "agentfactory": ["recipes/*/*", "recipes/*/tasks/**/*"],
         "agentfactory.commands": ["templates/*", "templates/*/*", "templates/*/tiny/*"],
-        "agentfactory.recipe": ["familiar_names.yaml"],
+        "agentfactory.recipe": ["familiar_names.yaml", "removed_fields.yaml"],
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours
@@ -131,7 +131,7 @@ setup(
         "peft>=0.21,<0.22",
         "datasets>=5",
         "trl>=1.16,<1.17",
-        "mcp>=2.3,<3",
+        "mcp>=2.1,<3",
         "aiohttp>=3.11",
         "pydantic>=2.10",
         # groups of trajectories and requests: 40 times as fast as json

@@ -33,7 +33,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.base.files.disk import DiskError
-from agentfactory.base.activity import doing, heard
+from agentfactory.base.run_notices import doing, heard
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.user_code import watch

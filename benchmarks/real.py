@@ -6,12 +6,17 @@ JSON:
 
 - `decode_vs_generate` (goal: 2.0): tokens per second of the embedded engine, over HTTP, divided by those of one batched
   `generate` of transformers: 16 prompts of 128 tokens, 128 sampled tokens each. Medians.
+- `decode_vs_roofline`: the seconds that measured products of the model's weights take for these prompts and tokens
+  (`processes/devices.py`; 16 rows a step for decoding), divided by those of the embedded engine.
+- `int8_vs_generate`: `decode_vs_generate` with `server.quantization: int8`.
 - `decode_vs_vllm_cpu` (goal: 1.0): the same, divided by vLLM's. Only with `--vllm`, the Python of an environment with
   vLLM for CPUs.
 - `update_vs_trl` (goal: 5): CPU seconds of TRL's GRPOTrainer divided by ours for one update of a LoRA adapter of rank
   16, with its optimiser step: 4 groups of 8 chains. A prompt has 150 to 330 tokens; a chain has 1 to 3 turns of 24 to
   64 sampled tokens, with 16 to 48 tokens of tool results between them. TRL's micro-batches have 4 chains; ours may have
   as many tokens. Both continue the same adapter, and loss and gradient norm must agree. See update.py.
+- `update_vs_roofline` (goal: 0.5): the processor seconds of the products of that update, a forward and a backward pass
+  over its prompts, once per group, and chains, divided by ours.
 - `update_memory_vs_trl` (goal: 0.35): our peak memory of that update divided by TRL's, each minus the process's memory
   before it.
 - `server_memory` (goal: 1.0): the embedded server's peak memory after all requests, divided by 1.15 times the weights +
@@ -83,12 +88,31 @@ class Peak:
                     self.bytes = max(self.bytes, 1024 * int(line.split()[1]))
 
 
+def pass_seconds(model: str, rows: int, head: bool = True) -> float:
+    """Return the seconds of the products of one forward pass, as measured on this machine for single layers."""
+    from agentfactory.base.processes.devices import ROWS, measured
+    from agentfactory.launching.time_plan import size_of
+
+    size = size_of(Path(model))
+    few, many = measured().of("float32", size.width)
+    return (size.body + head * size.head) * (few + (many - few) * (rows - ROWS[0]) / (ROWS[1] - ROWS[0]))
+
+
 def server_recipe(model: str, engine: str, vllm: str | None = None) -> dict[str, Any]:
     """Return the recipe of a server for the decoding workload."""
-    server: dict[str, Any] = {"engine": engine, "max_model_len": PROMPT + SAMPLED, "max_num_seqs": CHAINS}
+    quantization = "int8" if engine == "int8" else None
+    engine = "embedded" if quantization else engine
+    server: dict[str, Any] = {
+        "engine": engine,
+        "quantization": quantization,
+        "max_model_len": PROMPT + SAMPLED,
+        "max_num_seqs": CHAINS,
+    }
     if vllm:
         server["options"] = {"python": vllm}
-    return {"model": {"path": model, "dtype": "float32"}, "server": server}
+    # only an adapter may follow a rounded base
+    lora = {"lora": {}} if quantization else {}
+    return {"model": {"path": model, "dtype": "float32", **lora}, "server": server}
 
 
 async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
@@ -105,7 +129,7 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     weights = sum(weight.nbytes for weight in network.parameters())
     vocabulary = network.config.get_text_config().vocab_size
-    rates: dict[str, list[float]] = {"embedded": [], "generate": [], "vllm": []}
+    rates: dict[str, list[float]] = {"embedded": [], "int8": [], "generate": [], "vllm": []}
 
     def generate(prompts: torch.Tensor) -> None:
         arguments = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -138,7 +162,7 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
 
         pid, embedded = await start("embedded")
         peak = Peak(engine_process(pid))
-        sides: dict[str, Any] = {"embedded": embedded, "generate": None}
+        sides: dict[str, Any] = {"embedded": embedded, "int8": (await start("int8"))[1], "generate": None}
         if vllm:
             sides["vllm"] = (await start("vllm", vllm))[1]
         for index in range(rounds + 1):
@@ -160,7 +184,13 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
     allowed = 1.15 * weights + cache + 0.6e9
     print(f"  server: peak {top / 1e9:.2f} GB, weights {weights / 1e9:.2f}, cache {cache / 1e9:.2f}", flush=True)
     ours = statistics.median(rates["embedded"])
-    found = {"decode_vs_generate": ours / statistics.median(rates["generate"])}
+    generated = statistics.median(rates["generate"])
+    ideal = SAMPLED * pass_seconds(model, CHAINS) + pass_seconds(model, CHAINS * PROMPT, head=False)
+    found = {
+        "decode_vs_generate": ours / generated,
+        "decode_vs_roofline": ideal * ours / (CHAINS * SAMPLED),
+        "int8_vs_generate": statistics.median(rates["int8"]) / generated,
+    }
     if vllm:
         found["decode_vs_vllm_cpu"] = ours / statistics.median(rates["vllm"])
     return {**found, "server_memory": top / allowed}
@@ -280,7 +310,19 @@ def compare_updates(model: str, groups: int) -> dict[str, float]:
         in_process("prepare", model, folder)
         ours, trl = in_process("ours", model, folder), in_process("trl", model, folder)
         check_same(ours, trl)
-    return {"update_vs_trl": trl["cpu"] / ours["cpu"], "update_memory_vs_trl": ours["peak"] / trl["peak"]}
+    # the adapter's base gets no gradients: one backward pass, to the activations; the head only at targets
+    positions = sum(len(row["ids"]) - row["prompt"] * (number % GROUP > 0) for number, row in enumerate(rows))
+    targets = sum(len(row["targets"]) for row in rows)
+    ideal = (
+        pass_seconds(model, positions, head=False)
+        + pass_seconds(model, targets)
+        - pass_seconds(model, targets, head=False)
+    )
+    return {
+        "update_vs_trl": trl["cpu"] / ours["cpu"],
+        "update_vs_roofline": 2 * ideal * len(os.sched_getaffinity(0)) / ours["cpu"],
+        "update_memory_vs_trl": ours["peak"] / trl["peak"],
+    }
 
 
 # ---- steps

@@ -54,22 +54,29 @@ TOOLS_IN_SYSTEM = (
     "{%- if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
 )
 
-STRIPS_REASONING = (
-    TOOLS_IN_SYSTEM
-    + """
+
+def chatml(call: str, said: str = "m.content", before: str = "") -> str:
+    """A template that writes each message as the expression `said`, and each call `c` as the statement `call`."""
+    return f"""{TOOLS_IN_SYSTEM}{before}
+{{%- for m in messages %}}
+{{{{- '<|im_start|>' + m.role + '\n' + {said} }}}}
+{{%- for c in m.tool_calls or [] %}}
+{call}
+{{%- endfor %}}
+{{{{- '<|im_end|>\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\n' }}}}{{% endif %}}"""
+
+
+CALL = """{{- '<tool_call>\n{"name": "' + c.function.name }}
+{{- '", "arguments": ' + c.function.arguments | tojson + '}\n</tool_call>' }}"""
+
+STRIPS_REASONING = chatml(
+    CALL,
+    "(m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and loop.index0 < ns.last else m.content)",
+    """
 {%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' and loop.index0 < ns.last %}{{- m.content.split('</think>')[-1].lstrip() }}
-{%- else %}{{- m.content }}{% endif %}
-{%- for c in m.tool_calls or [] %}
-{{- '<tool_call>\n{"name": "' + c.function.name }}
-{{- '", "arguments": ' + c.function.arguments | tojson + '}\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}""",
 )
 """Drops `<think>...</think>` from the turns before the last user message."""
 
@@ -86,17 +93,6 @@ MERGES_NEWLINE = """
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"""
 """Closes a turn with a newline and no special token, so that tokens span the boundary."""
 
-REORDERS_KEYS = (
-    TOOLS_IN_SYSTEM
-    + """
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' + m.content }}
-{%- for c in m.tool_calls or [] %}
-{%- set call = {'name': c.function.name, 'arguments': c.function.arguments} %}
-{{- '<tool_call>' + call | tojson(sort_keys=true) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-)
+REORDERS_KEYS = chatml("""{%- set call = {'name': c.function.name, 'arguments': c.function.arguments} %}
+{{- '<tool_call>' + call | tojson(sort_keys=true) + '</tool_call>' }}""")
 """Writes the keys of calls and arguments in alphabetical order instead of the sampled order."""

@@ -13,19 +13,10 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.scripted_chains import NOTE, Scripted, scripted_chains
 
 CHAINS = 8
-SOURCE = """
-from agentfactory import reward, tool
-
-
-@tool
-def note(text: str) -> str:
-    \"\"\"Take a note.\"\"\"
-    return text
-
-
+SOURCE = f"""{NOTE}
 @reward
 def turns(workspace):
     file = workspace / "made.txt"

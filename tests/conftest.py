@@ -35,9 +35,15 @@ SLOW = (
     *("worlds/screens/test_screens.py", "trainers/test_accelerator.py", "placement/test_trainer_memory.py"),
     *("worlds/scienceworld/test_environment.py", "rollout/test_stop_strings.py", "rollout/test_family_exactness.py"),
     *("test_users_project.py", "test_train.py", "test_async_training.py", "launching/test_launcher.py"),
-    *("rollout/test_faults.py", "test_resume.py", "test_invariance.py", "test_hygiene.py", "test_own_sync.py"),
-    *("viewer/test_viewer.py", "commands/test_chat.py", "trainers/test_images.py", "rollout/test_parsers.py"),
-    *("commands/test_eval.py", "trainers/test_nccl.py", "tools/test_mcp_client.py", "tools/test_third_party.py"),
+    *(
+        "rollout/test_faults.py",
+        "test_resume.py",
+        "test_invariance.py",
+        "test_own_algorithm.py",
+        "commands/test_eval.py",
+    ),
+    *("viewer/test_viewer.py", "trainers/test_image_families.py", "rollout/test_parsers.py", "commands/test_eval.py"),
+    *("trainers/test_nccl.py", "tools/test_mcp_client.py", "tools/test_third_party.py"),
     *("rollout/test_gateway_program.py", "trainers/test_sabotage.py", "tools/test_isolation.py", "test_agent.py"),
 )
 """The slowest test files. They run first, so that parallel processes finish together."""

@@ -16,7 +16,6 @@ class ForwardProxy:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward one connection."""
         task = asyncio.current_task()
-        assert task is not None
         self._tasks.add(task)
         try:
             with suppress(OSError, asyncio.IncompleteReadError):

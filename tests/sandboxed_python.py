@@ -11,7 +11,6 @@ from agentfactory.tools.sandbox.interpreter import find_interpreter
 def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:
     """Fields of `rollout.agent` that run Python with `arguments`; it can import `library` and the packages installed
     next to it."""
-    assert library.__file__ is not None
     packages = str(Path(library.__file__).parents[1])
     python = str(find_interpreter(sandbox_user()).executable)
     return {

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.trainers.checkpoints.checkpoint import CheckpointWriter
@@ -21,7 +20,6 @@ def save_checkpoint(
     writer.begin(step, learner, info)
     path = writer.wait()
     writer.close()
-    assert path is not None
     return path
 
 
@@ -30,7 +28,6 @@ def training_state(checkpoint: Path) -> dict[str, Any]:
     reader = StateReader(checkpoint / TRAINING_STATE)
     state: dict[str, Any] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
         state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(
         state,

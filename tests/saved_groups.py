@@ -21,8 +21,8 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 
 def old_line(group: Group) -> str:
     """A group's line in version 0.1's format, with everything in JSON."""
-    return json.dumps(asdict(group), ensure_ascii=False, default=_numbers)
 
+    def numbers(stream: np.ndarray) -> list[float]:
+        return stream.astype(int if stream.dtype == bool else stream.dtype).tolist()
 
-def _numbers(stream: np.ndarray) -> list[float]:
-    return stream.astype(int if stream.dtype == bool else stream.dtype).tolist()
+    return json.dumps(asdict(group), ensure_ascii=False, default=numbers)

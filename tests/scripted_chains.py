@@ -28,7 +28,7 @@ from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
 
-NOTES = '''
+NOTE = '''
 from agentfactory import reward, tool
 
 
@@ -36,12 +36,8 @@ from agentfactory import reward, tool
 def note(text: str) -> str:
     """Take a note."""
     return f"noted {text}"
-
-
-@reward
-def turns(trajectory):
-    return trajectory.turns
 '''
+NOTES = f"{NOTE}\n@reward\ndef turns(trajectory):\n    return trajectory.turns\n"
 
 ZERO = """
 from agentfactory import reward

@@ -25,7 +25,6 @@ class SeeingServer(ScriptedServer):
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        assert self.vision is not None
         assert body["sampling_params"]["logit_bias"] == {str(i): -100.0 for i in self.vision.banned_token_ids}
         digests = []
         for part in body.get("content_parts", []):
@@ -43,7 +42,6 @@ class SeeingServer(ScriptedServer):
         return self.with_prompt(answer, expanded) if body.get("return_token_ids") else answer
 
     def with_prompt(self, answer: web.Response, expanded: list[int]) -> web.Response:
-        assert answer.text is not None
         return web.json_response({**json.loads(answer.text), "prompt_token_ids": expanded})
 
 

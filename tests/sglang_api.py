@@ -30,8 +30,7 @@ METRICS = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usa
 
 def load_table() -> dict[str, Any]:
     """Return the committed table."""
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return table
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def read_api(wheel: Path) -> dict[str, Any]:

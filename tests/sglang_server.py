@@ -82,8 +82,7 @@ class StandIn:
                 if unknown := body.keys() - fields.keys():
                     raise ApiError(500, f"{name} has no field {min(unknown)}")
             # each method has the name of its path's last part
-            answer: web.Response = await getattr(self, http.path.rpartition("/")[2])(http, body)
-            return answer
+            return await getattr(self, http.path.rpartition("/")[2])(http, body)
         except ApiError as error:
             return _json({"error": {"message": str(error)}}, error.status)
 

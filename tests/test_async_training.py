@@ -95,19 +95,14 @@ class Played:
         transformers' with the weights that it names."""
         policy = load_policy(self.recipe)
         for label, version in self.labels.items():
-            set_weights(policy, self.weights[version])
+            for name, value in policy.gather().items():
+                value.data.copy_(self.weights[version][name])
             for _, row in self.rows():
                 for index, span in enumerate(row.versions):
                     if span.version == label and span.mixed == mixed:
                         expected = scored(policy, row, span.start, span.end)
                         gap = (expected - torch.tensor(row.logprobs[span.start : span.end])).abs().max().item()
                         yield len({s.version for s in row.versions[: index + 1]}), gap
-
-
-def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in policy.gather().items():
-            value.copy_(state[name])
 
 
 @torch.no_grad()

@@ -69,8 +69,7 @@ def recipe_in(folder: Path, code: str = OWN, **fields: object) -> Recipe:
     (folder / "own.py").write_text(code)
     content = {"extends": str(QUICKSTART / "grpo.yaml"), "prepare": "own.py:make", "env": [NAMED], **fields}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**content, "output": str(folder / "run")}))
-    recipe = load_and_check(folder / "recipe.yaml")
-    return recipe
+    return load_and_check(folder / "recipe.yaml")
 
 
 @contextmanager

@@ -118,7 +118,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     command = [sys.executable, "-m", "agentfactory", "serve", "recipe.yaml", "--chat", "0"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         url, environment = "", {}
         for line in process.stdout:
             if line.startswith("ready "):

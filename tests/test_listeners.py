@@ -212,7 +212,7 @@ def test_a_connection_without_a_request_is_closed(tmp_path: Path, monkeypatch: p
     """Even if it sends a header byte by byte, before or after a request."""
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Thread(target=_serve, args=(listener,), daemon=True)
+    server = Thread(target=http_server.serve_http, args=(Starlette(), listener), daemon=True)
     server.start()
     address = listener.getsockname()
     whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -229,10 +229,6 @@ def test_a_connection_without_a_request_is_closed(tmp_path: Path, monkeypatch: p
                 return _is_closed(client)
 
             wait_for(is_closed)
-
-
-def _serve(listener: socket.socket) -> None:
-    http_server.serve_http(Starlette(), listener)
 
 
 async def test_the_gateway_listens_on_loopback() -> None:

@@ -4,7 +4,6 @@ resumed from its second step, and read back from the trackers' own files."""
 import base64
 import importlib
 import importlib.util
-import io
 import json
 import logging
 import struct
@@ -32,6 +31,7 @@ from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 from tests.project import load_and_check
 from tests.saved_groups import write_groups
+from tests.vision_rows import file_of
 from tests.waiting import wait_for
 
 TRACKERS = ["wandb", "tensorboard", "trackio"]
@@ -84,8 +84,8 @@ def tracked(
     folder = tmp_path_factory.mktemp("tracking")
     groups = list(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl"))[: LAST * BATCH]
     for group in groups:
-        group.trajectories = sorted(group.trajectories, key=reward_of)[::4]
-    show(chosen(groups[:BATCH], 1)[0][1], picture())
+        group.trajectories = sorted(group.trajectories, key=lambda chain: chain.reward or 0.0)[::4]
+    show(chosen(groups[:BATCH], 1)[0][1], file_of(Image.new("RGB", (20, 10), "red")))
     saved, file, output = folder / "groups.jsonl", folder / "recipe.yaml", folder / "tracked"
     write_groups(saved, groups)
     train = {"from_trajectories": str(saved), "steps": 3, "batch_size": BATCH, "checkpoint_every": 2}
@@ -107,16 +107,6 @@ def tracked(
             # a renamed run is still the same run
             place.rename(output)
     return Tracked(output, groups)
-
-
-def reward_of(chain: Trajectory) -> float:
-    return chain.reward or 0.0
-
-
-def picture() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 10), "red").save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def show(chain: Trajectory, image: bytes) -> None:

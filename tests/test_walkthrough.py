@@ -135,7 +135,8 @@ def look(terminal: Terminal, line: str) -> str:
     log = terminal.folder / "view.log"
     with terminal.running(line, log) as process:
         address = awaited(process, log, r"http://127\.0\.0\.1:\d+/")
-        assert b"<html" in fetch(address)
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert b"<html" in answer.read()
     return log.read_text()
 
 
@@ -146,12 +147,6 @@ def awaited(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     return found[0]
-
-
-def fetch(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        body: bytes = answer.read()
-    return body
 
 
 def summary(run: Path) -> dict:

@@ -104,12 +104,9 @@ def _fitting(family: str) -> dict[str, Any]:
     config = CONFIG_MAPPING[family]()
     known = {**config.to_dict(), **{name: getattr(config, other) for name, other in config.attribute_map.items()}}
     fields = TINY | (LATENT if known.get("kv_lora_rank") else {})
-    given = {name: value for name, value in fields.items() if known.get(name) is not None or _is_open(name, known)}
+    settable = {name for name, value in known.items() if value is not None or name in MAY_BE_NULL}
+    given = {name: value for name, value in fields.items() if name in settable}
     return {name: value for name, value in {**given, **OWN.get(family, {})}.items() if value is not None}
-
-
-def _is_open(name: str, known: dict[str, Any]) -> bool:
-    return name in known and name in MAY_BE_NULL
 
 
 LONGROPE = {

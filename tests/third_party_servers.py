@@ -90,7 +90,6 @@ def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
         command, env={"PORT": str(port)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stderr is not None
             line = process.stderr.readline()
             assert "listening on port" in line, line
             (listening,) = [c for c in psutil.Process(process.pid).net_connections() if c.status == "LISTEN"]

@@ -23,13 +23,13 @@ from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.placement.shapes import sizes
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
-    **{"initializer_range": 0.3, "max_position_embeddings": 256},
+    **sizes(64, 32, 2, 2, 1, VOCABULARY),
+    **{"head_dim": 32, "initializer_range": 0.3, "max_position_embeddings": 256},
 }
 KINDS: dict[str, tuple[Any, bool]] = {
     "tied": (Qwen3Config, True),
@@ -43,7 +43,6 @@ KINDS: dict[str, tuple[Any, bool]] = {
 def make_needs(parser: str = "auto") -> TokenNeeds:
     tokenizer: PreTrainedTokenizerBase = make_tokenizer(trl_template("qwen2_5"))
     tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
-    assert tokens is not None
     return TokenNeeds(tokens, tokenizer)
 
 

@@ -16,15 +16,14 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from tests.placement.shapes import sizes
+
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
-TEXT: dict[str, Any] = {
-    **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096},
-}
+TEXT: dict[str, Any] = {**sizes(64, 128, 2, 2, 1, 512), "max_position_embeddings": 4096}
 
 
 def ends_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Handmade rows with images: the images in a store, their tokens expanded as in chains."""
 
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
+def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 class Album:
     """A factory of images and rows for a model of tests.vision_models."""
 
     def __init__(self, model: Path, folder: Path, seed: int = 0) -> None:
         vision = load_vision(str(model))
-        assert vision is not None
         self.vision: Vision = vision
         self.store = ImageStore(folder)
         self.draw = random.Random(seed)

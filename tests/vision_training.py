@@ -33,7 +33,6 @@ class SeeingRun:
         self.server = ServerControl(url)
         rows = canary_rows(range(LEAST, MOST), longest=144)
         vision = load_vision(model["path"])
-        assert vision is not None
         self.canary = Canary([self.server], with_image_rows(rows, vision, self.album.store), "float32")
         self.sync = FileSync([self.server], folder / "sync")
 

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfactory.base.activity import heard
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
+from agentfactory.base.run_notices import heard
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.commands.options import answer_completion, completion_script, parse
 
@@ -209,8 +209,10 @@ def _run(options: argparse.Namespace) -> int | None:
 
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
+    from agentfactory.base.run_notices import Notices
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.placement import place
+    from agentfactory.launching.progress import tell_information
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.recipe import checks
@@ -233,17 +235,19 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         for stage in stages_of(recipe):
             for unchecked in checks.try_sources(stage, options.command):
                 comment(f"not checked here: {unchecked}")
-            if checks.runs_chains(stage, options.command) and has_tokenizer(stage.model.path):
+            trains, found = options.command == "train", None
+            if (trains or checks.runs_chains(stage, options.command)) and has_tokenizer(stage.model.path):
                 for part in distinct(checks.parts_of(stage)):
                     of = f", source {part.name}" if part.name else ""
                     with checks.part_named(part):
                         found = checks.try_template(part.recipe)
                     comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
+            if trains and (found is not None or stage.model.lora is not None):
+                # it imports transformers
+                with tell_information(comment, Notices()):
+                    load_named("agentfactory.placement.meta_model:check_model")(stage, found)
         if options.command == "train":
             for stage in stages_of(recipe):
-                if stage.model.lora is not None:
-                    # it imports transformers
-                    load_named("agentfactory.placement.meta_model:check_targets")(stage)
                 for doubt in checks.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.run_notices import doing
 from agentfactory.commands.server_commands import acting, schedule_of
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say
@@ -31,8 +31,9 @@ def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iter
         check_recipe(aside, lacks=[])
         yield from _look(kept, aside, chains, say)
     except KeyboardInterrupt as error:
-        logs = "kept"
-        error.add_note(f"what was sampled is in {folder}")
+        if any(folder.rglob("trajectories/*.jsonl")):
+            logs = "kept"
+            error.add_note(f"what was sampled is in {folder}")
         raise
     except (ChildFailed, SettingError, RunFolderError, ToolInfrastructureError) as error:
         text, _, fix = str(error).partition("; fix: ")

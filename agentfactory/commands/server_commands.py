@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfactory.base.activity import doing
 from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.run_notices import doing
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say

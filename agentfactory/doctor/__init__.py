@@ -12,14 +12,14 @@ from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
-from agentfactory.placement.time_plan import plan_times
-from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
+from agentfactory.launching.time_plan import plan_times
+from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.inference.concurrency import most_chains
-from agentfactory.rollout.model_hub import has_tokenizer
+from agentfactory.rollout.model_hub import is_hub_name
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Severity.OK: "32", Severity.WARNING: "33", Severity.PROBLEM: "1;31"}
@@ -69,7 +69,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("versions", machine_checks.check_versions)
     devices: dict[str, Any] = {"gpus": []}
     try:
-        devices = parent_watch.answer_of("agentfactory.doctor.devices")
+        devices = parent_watch.answer_of("agentfactory.placement.machine")
     except RuntimeError as error:
         yield problem("devices", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
     else:
@@ -111,7 +111,7 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "model.dtype", partial(recipe_checks.check_dtype, recipe)
     yield "hub", partial(recipe_checks.check_hub, recipe)
     for part in distinct(parts_of(recipe)):
-        yield from _checks_of_part(recipe, part)
+        yield from _checks_of_part(part)
     if recipe_checks.starts_server(recipe):
         yield "port", partial(recipe_checks.check_address, recipe)
         if recipe.server.engine == "vllm":
@@ -129,10 +129,10 @@ def _safely(subject: str, check: Check) -> Iterator[Finding]:
         yield problem(subject, text, "fix the cause, or report a bug of `agentfactory doctor`")
 
 
-def _checks_of_part(whole: Recipe, part: Part[Recipe]) -> Iterator[tuple[str, Check]]:
+def _checks_of_part(part: Part[Recipe]) -> Iterator[tuple[str, Check]]:
     """Yield the checks of the chains of one source of tasks."""
     recipe, of = part.recipe, f" of source {part.name}" if part.name else ""
-    if runs_chains(whole, "train") and (Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path)):
+    if Path(recipe.model.path).is_dir() or is_hub_name(recipe.model.path):
         yield f"format{of}", partial(recipe_checks.check_format, recipe)
     if recipe.rewards and recipe_checks.has_tasks(recipe):
         yield f"rewards{of}", partial(recipe_checks.check_rewards, recipe)

@@ -1,6 +1,5 @@
 """Checks of a recipe's requirements for this machine, its servers and the hub."""
 
-import http.client
 import importlib.metadata
 import shutil
 import subprocess
@@ -17,11 +16,14 @@ from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.base.processes.devices import measured, width_of
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.run_notices import Notices
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.machine_checks import existing, gib
 from agentfactory.launching.placement import place
+from agentfactory.launching.progress import tell_information
+from agentfactory.launching.reach_early import ANSWERS_WITHIN, check_servers_answer
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -30,11 +32,9 @@ from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command_line import address_fault
-from agentfactory.rollout.model_hub import check_names, is_downloaded
+from agentfactory.rollout.model_hub import check_names, has_tokenizer, is_downloaded
 from agentfactory.tools.prebuilt import prebuilt
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds within which a server or the hub must answer."""
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -116,18 +116,26 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the chat template is usable; report its tool-call format, its rows, and the first prompt."""
+    """Check that chat template and network are usable; report the tool-call format, its rows, and the first prompt."""
+    # imported here, because they import transformers
+    from agentfactory.placement.meta_model import check_model
+    from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
+
+    said, info = list[str](), None
     try:
-        info = try_template(recipe)
+        if Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path):
+            info = try_template(recipe)
+            yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
+        with tell_information(said.append, Notices()):
+            check_model(recipe, info)
     except SettingError as error:
         yield problem("format", error.without_fix, error.fix)
         return
-    yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
-    # imported here, because it imports transformers
-    from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
-
+    for text in said:
+        yield warning("model", text.removeprefix("warning: ")) if text.startswith("warning: ") else ok("model", text)
     # only an agent with its own loop knows its first prompt
-    if has_tasks(recipe) and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
+    acts = runs_chains(recipe, "train") and has_tasks(recipe)
+    if acts and info is not None and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
         yield from _show_prompt(recipe)
 
 
@@ -210,32 +218,20 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
     # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
-    from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
+    from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, SyncError
 
     needed = [*NEEDED_ROUTES, *backend_of(recipe).routes]
     needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()
-    for url in recipe.server.urls:
-        server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
-        try:
+    try:
+        check_servers_answer(recipe)
+        for url in recipe.server.urls:
+            server = ServerControl(url, recipe.server.api_key_env, ANSWERS_WITHIN)
             described = list(server.get("/openapi.json").get("paths", {}))
             # a route that needs the key, if the server has one
-            cards = server.get("/v1/models").get("data", [])
-        except ServerGoneError as error:
-            yield problem("server", f"{url} does not answer: {_cause(error)}", "start it, or correct server.url")
-        except SyncError as error:
-            told, _, fix = str(error).partition("; fix: ")
-            yield problem("server", told, fix or "is it an inference server?")
-        else:
-            yield from _judge_server(recipe, url, described, needed, cards)
-
-
-def _cause(error: Exception) -> str:
-    cause = error.__cause__
-    if isinstance(cause, TimeoutError):
-        return f"no response within {_ANSWERS_WITHIN:g} s"
-    if isinstance(cause, OSError):
-        return cause.strerror or str(cause)
-    return "its response is not HTTP" if isinstance(cause, http.client.HTTPException) else str(error)
+            yield from _judge_server(recipe, url, described, needed, server.get("/v1/models").get("data", []))
+    except (SettingError, SyncError) as error:
+        told, _, fix = str(error).partition("; fix: ")
+        yield problem("server", told, fix or "is it an inference server?")
 
 
 def _judge_server(
@@ -257,14 +253,11 @@ def _judge_server(
 
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
-    """Check that models and datasets with hub names are available."""
+    """Check that models and datasets with hub names are available, as a run does."""
     for wanted in hub_names(recipe, "train"):
-        told = f"{wanted.field}: {wanted.name}"
-        if is_downloaded(wanted.name, wanted.kind):
-            yield ok("hub", f"{told} is in the cache")
-            continue
+        here = "is in the cache" if is_downloaded(wanted.name, wanted.kind) else "is not here; it can be downloaded"
         try:
             check_names([wanted])
-            yield ok("hub", f"{told} can be fetched")
+            yield ok("hub", f"{wanted.field}: {wanted.name} {here}")
         except SettingError as error:
             yield problem("hub", error.without_fix, error.fix)

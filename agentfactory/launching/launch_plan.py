@@ -22,7 +22,7 @@ from agentfactory.launching.placement import Placement, place
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
-from agentfactory.placement.time_plan import TimePlan, plan_times
+from agentfactory.launching.time_plan import TimePlan, plan_times
 from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
@@ -136,7 +136,7 @@ class StagePlan:
             return None
         return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
-    def assignment(self, url: str | None, plan: TimePlan | str) -> Assignment:
+    def assignment(self, url: str | None, plan: TimePlan | str = "") -> Assignment:
         """Return the input of the trainer's processes; `url` is the address of the server started for them, `plan` the
         planned time."""
         assert self.assigned is not None
@@ -182,7 +182,7 @@ class RunPlan:
         """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
         if self.prepare is not None:
             yield f"prepare: {self.prepare}"
-        for stage in self.stages:
+        for stage, needs in zip(self.stages, self.times(), strict=True):
             name = stage.recipe.name
             starts = stage.checkpoint if stage.state is State.STARTED else None
             resumes = f", resumes from {display(starts)}" if starts else ""
@@ -194,12 +194,10 @@ class RunPlan:
             if starts is not None:
                 yield from (f"warning: {text}" for text in changed_code(stage.recipe, starts))
             yield from describe_memory(stage.recipe, stage.placement if stage.is_placed else None)
+            yield f"{name}: {needs}"
             if stage.server is not None:
                 yield f"{name}: server: {stage.server}"
             yield f"{name}: trainer: {stage.trainer}"
-        for stage, plan in zip(self.stages, self.times(), strict=True):
-            if stage in self.due:
-                yield f"{stage.recipe.name}: {plan}"
 
     def times(self) -> list[TimePlan | str]:
         """Return the planned time of each stage, or the reason why there is none."""

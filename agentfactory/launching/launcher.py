@@ -17,7 +17,7 @@ from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.placement.time_plan import TimePlan
+from agentfactory.launching.time_plan import TimePlan
 from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -130,7 +130,8 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
         if len(plan.stages) > 1:
             say(f"stage {number} of {len(plan.stages)}: {stage.recipe.name} ({stage.state})")
         if stage.state is not State.COMPLETED:
-            say(f"{stage.recipe.name}: {time}")
+            if isinstance(time, TimePlan):
+                say(f"{stage.recipe.name}: {time}")
             _run_stage(stage, time, whole, children, private / f"store-{number}", say)
 
 

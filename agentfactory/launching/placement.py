@@ -89,7 +89,7 @@ class Placement:
         """Raise PlacementError unless the trainer's GPU still has the planned memory."""
         if not self.trainer_bytes:
             return
-        free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
+        free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))["gpus"][0]["free"]
         if free < self.trainer_bytes:
             problem = f"the memory table gives the trainer {self.trainer_bytes / 2**30:.2f} GiB of the GPU, but beside "
             problem += f"the server only {free / 2**30:.2f} GiB are free; fix: end other processes on it, lower "

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import filled
 from agentfactory.base.processes import environment, parent_watch
+from agentfactory.base.run_notices import doing
 from agentfactory.base.user_code import import_path
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.base.user_code.loading import UserCodeError, load_object

@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentfactory.base.activity import current, heard
-from agentfactory.base.run_notices import Notices, notice_of
+from agentfactory.base.run_notices import Notices, current, heard, notice_of
 
 _ROWS = 10
 _COLUMNS = {
@@ -116,9 +115,9 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
 
 
 @contextmanager
-def tell_information(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass information (`inform`) of our loggers to `say` while the context is open."""
-    with handled_by(_Said(say)):
+def tell_information(say: Callable[[str], None], notices: Notices | None = None) -> Iterator[None]:
+    """Pass information (`inform`) of our loggers, and with `notices` warnings, to `say` while the context is open."""
+    with handled_by(_Said(say, notices)):
         yield
 
 

@@ -11,7 +11,7 @@ from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.inference.concurrency import check_open_files, most_chains
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
-_ANSWERS_WITHIN = 10.0  # seconds within which a server must answer
+ANSWERS_WITHIN = 10.0  # seconds within which a server must answer
 _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 """Owner of the models that a server lists -> its engine. An SGLang server is checked when the run attaches to it."""
 
@@ -39,7 +39,7 @@ def check_servers_answer(recipe: Recipe) -> None:
 
     for url in recipe.server.urls:
         try:
-            server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
+            server = ServerControl(url, recipe.server.api_key_env, ANSWERS_WITHIN)
             server.get("/openapi.json")
             cards = server.get("/v1/models").get("data", [])
         except ServerGoneError as error:
@@ -102,8 +102,9 @@ def _open_tools(recipe: RolloutRecipe) -> None:
     except SettingError:
         raise
     except ToolInfrastructureError as error:
-        fix = "correct it; `agentfactory tools check RECIPE` tries each server alone"
-        raise SettingError("mcp_servers", str(error), fix) from error
+        text, _, fix = str(error).partition("\n; fix: ")
+        other = "correct it; `agentfactory tools check RECIPE` tries each server alone"
+        raise SettingError("mcp_servers", text, fix or other) from error
     except (ValueError, TypeError) as error:
         # these messages end with their fix
         problem, _, fix = str(error).rpartition("; ")

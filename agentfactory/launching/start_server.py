@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from agentfactory.base.activity import QUIET_SECONDS, doing
 from agentfactory.base.processes.threads import run_in_thread
+from agentfactory.base.run_notices import QUIET_SECONDS, doing
 from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children, end_child, start_child
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command_line as serving

@@ -13,9 +13,8 @@ import yaml
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.base.activity import doing
 from agentfactory.base.findings import Finding
-from agentfactory.base.run_notices import Notice, notify
+from agentfactory.base.run_notices import Notice, doing, notify
 from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
@@ -23,7 +22,7 @@ from agentfactory.launching.reach_early import check_hub
 from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
-from agentfactory.placement.time_plan import TimePlan
+from agentfactory.launching.time_plan import TimePlan
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.groups.group_files import read_groups

@@ -1,25 +1,34 @@
 """The network that a recipe trains, built on the meta device without weights, for memory planning."""
 
 import json
+import logging
+import os
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PretrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import inform
 from agentfactory.placement.server_memory import meta_network
-from agentfactory.rollout.model_hub import hub_answers, is_hub_name
+from agentfactory.rollout.model_hub import hub_answers, is_hub_name, stored_file
+from agentfactory.rollout.text.load_renderer import FormatTokens
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
 from agentfactory.trainers.networks.fp8 import fp8_linears
-from agentfactory.trainers.networks.network import resolve_batching, text_layers
+from agentfactory.trainers.networks.lora import TokenNeeds, tokens_to_train
+from agentfactory.trainers.networks.network import resolve_batching, text_layers, trainable_config
 from agentfactory.trainers.networks.policy import Policy, make_policy
 from agentfactory.trainers.networks.vision_tower import adapted_modules, sees
+
+logger = logging.getLogger(__name__)
 
 SHAPES = Path(__file__).with_name("shapes")
 """Copies of the config.json published with the models of our recipes, as ORGANISATION--NAME.json."""
@@ -106,19 +115,47 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorC
         return make_actor_critic(recipe, policy, network=own)
 
 
-def check_targets(recipe: TrainRecipe) -> None:
-    """Raise SettingError if model.lora.target_modules fits no module of the network in the folder model.path, or
-    transformers cannot make it; without a folder, check nothing."""
+def check_model(recipe: TrainRecipe, renderer: dict[str, Any] | None) -> None:
+    """Check a model that exists as the trainer does: lengths, layout, an adapter's targets, and whether embedding and
+    head, the only weights that are read, know the tokens of the chat format in a renderer's info (None: unknown here).
+    Raises SettingError; `inform`s of what cannot be checked on this machine."""
     lora, path = recipe.model.lora, recipe.model.path
-    if lora is None or lora.target_modules == "all-linear" or not (Path(path) / "config.json").is_file():
+    if os.path.isabs(path) and not Path(path, "config.json").is_file():
         return
     try:
-        config, _ = load_config(path)
+        config = trainable_config(recipe, lambda path: load_config(path)[0])
         network = meta_network(config, torch.float32, whole=sees(config))
     except ValueError as error:
-        problem = f"no network can be made of {path}: {str(error).splitlines()[0]}"
-        raise SettingError("model.path", problem, "name a causal language model in the transformers format") from error
-    adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
+        if isinstance(error, SettingError):
+            raise
+        reason = str(error).splitlines()[0]
+        if is_hub_name(path):
+            return inform(logger, f"model.path: {path}: its layers are not checked: {reason}")
+        fix, problem = "name a causal language model in the transformers format", f"no network can be made of {path}"
+        raise SettingError("model.path", f"{problem}: {reason}", fix) from error
+    resolve_batching(network, recipe.train, measure=False)
+    if lora is not None:
+        adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
+    tokens, tables = FormatTokens.of_info(renderer or {}), _stored_tables(path, network)
+    if tokens is None or tables is None:
+        return inform(logger, f"model.path: {path}: no safetensors are here to check the rows of the format's tokens")
+    tokens_to_train(*tables, recipe, TokenNeeds(tokens, load_tokenizer(path)))
+
+
+def _stored_tables(path: str, network: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the stored embedding and head, mapped into memory; None if they are not on this machine."""
+    modules = [network.get_input_embeddings(), network.get_output_embeddings()]
+    ends = [f".{name.rpartition('.')[2]}.weight" for name, module in network.named_modules() if module in modules]
+    index, tables = stored_file(path, "model.safetensors.index.json"), dict[str, Tensor]()
+    parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index else ["model.safetensors"]
+    for file in filter(None, (stored_file(path, part) for part in {*parts})):
+        with safe_open(file, framework="pt") as opened:
+            # the files of other versions of transformers have other prefixes
+            found = [(name, end) for name in [*opened.keys()] for end in ends if f".{name}".endswith(end)]
+            tables |= {end: opened.get_tensor(name) for name, end in found}
+    if modules[0].weight is modules[1].weight:
+        ends = ends[:1] * 2
+    return (tables[ends[0]], tables[ends[1]]) if tables.keys() >= {*ends} else None
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:

@@ -293,7 +293,11 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
             fix = "name a model whose architecture transformers has"
             raise SettingError("model.path", f"transformers cannot load {recipe.model.path}: {fault}", fix) from error
         config = None
-    rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
+    rollout, data, told = recipe.rollout, recipe.data if recipe.train.algorithm == "sft" else None, list[Task]()
+    # conversations bring their own tools
+    if data is not None and data.file is not None and data.file.is_file() and is_quick(data.file):
+        told = load_tasks(data)
+    tools = bool(recipe.tools or recipe.mcp_servers) or any(task.get("tools") for task in told)
     try:
         renderer = load_renderer(
             recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=Path.cwd()

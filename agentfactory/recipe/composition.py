@@ -126,6 +126,9 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
         data = parse_yaml(text)
     except ValueError as error:
         fix = "correct it; indent with spaces, not with tabs, and write comments with #, not //"
+        # JSON among lines of YAML, and not alone
+        if re.search(r"^[{}]", text, re.MULTILINE) and not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
+            fix = f"indent pasted braces below a line `mcp_servers:`, or leave out the outermost two; {fix}"
         raise SettingError("", f"not YAML: {error}", fix, source=display(path)) from None
     if not isinstance(data, dict):
         fix = "write `key: value` lines, such as `model: ...`"

@@ -48,11 +48,17 @@ class _Refusal(NamedTuple):
     is_reached: bool
 
 
+def stored_file(model: str, name: str) -> Path | None:
+    """Return a file of a model folder or hub name; None if it is not on this machine."""
+    found = os.path.join(model, name) if os.path.isdir(model) else try_to_load_from_cache(model, name)
+    return Path(found) if isinstance(found, str) and os.path.isfile(found) else None
+
+
 def has_tokenizer(model: str) -> bool:
     """Return whether the tokenizer of a model folder or hub name is available on this machine."""
     if os.path.isabs(model):
         return any(Path(model).glob("tokenizer*"))
-    return isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str)
+    return stored_file(model, "tokenizer_config.json") is not None
 
 
 def is_downloaded(name: str, kind: Kind) -> bool:

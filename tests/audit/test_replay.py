@@ -72,7 +72,6 @@ def test_continuations_begin_with_the_saved_tokens_and_states(saved: SavedChain,
         assert one.anchors[: turns + 1] == chain.anchors[: turns + 1]
         labels = {span.version for span in one.rows[0].versions if span.start < start}
         assert labels == {span.version for span in chain.rows[0].versions if span.start < start}
-    assert found.interval is not None
     assert found.interval[0] <= found.mean <= found.interval[1]
 
 

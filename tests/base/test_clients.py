@@ -43,19 +43,18 @@ async def hostile(seen: list[str]) -> AsyncIterator[str]:
     async def said(request: web.Request) -> web.Response:
         return web.Response(text=await request.text())
 
+    async def said_models(request: web.Request) -> web.Response:
+        return web.Response(text=seen[-1])
+
     app = web.Application()
     app.router.add_route("*", "/endless", endless)
     app.router.add_route("*", "/bomb", bomb)
     app.router.add_route("*", "/redirect", redirect)
     app.router.add_route("*", "/elsewhere", elsewhere)
     app.router.add_route("*", "/said", said)
-    app.router.add_get("/odd/v1/models", lambda _: said_models(seen))
+    app.router.add_get("/odd/v1/models", said_models)
     async with TestServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
-
-
-async def said_models(seen: list[str]) -> web.Response:
-    return web.Response(text=seen[-1])
 
 
 async def test_an_answer_has_a_bound() -> None:

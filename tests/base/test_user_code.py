@@ -46,10 +46,12 @@ def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
 
 
 def test_an_import_of_version_1_of_mcp_is_told_with_the_way_to_start_it(tmp_path: Path) -> None:
-    (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
-    theirs = r"AgentFactory needs version 2 of mcp: change the import, or give it .* \(rollout\.agent\.command\)"
-    with pytest.raises(UserCodeError, match=theirs):
-        load_object("old_tools.py:tools", tmp_path)
+    low_level = "from mcp.server import Server\nserver = Server('notes')\n@server.list_resources()\ndef none(): ...\n"
+    theirs = r"AgentFactory needs version 2 of mcp: change the code .*, or give it .* \(rollout\.agent\.command\)"
+    for name, text in (("fast", "from mcp.server.fastmcp import FastMCP\n"), ("low", low_level)):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(UserCodeError, match=theirs):
+            load_object(f"{name}.py:server", tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserCodeError, match=r"division by zero \(line 1\); fix: correct the file$"):
         load_object("broken.py:run", tmp_path)

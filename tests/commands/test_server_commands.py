@@ -1,21 +1,34 @@
-"""What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
+"""What the commands that need a server take for it, what `agentfactory rollout` says and leaves, and `agentfactory
+serve`: a server in the foreground, with its log in a run folder."""
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
+from agentfactory.commands import server_commands
 from agentfactory.commands.eval_command import named
+from agentfactory.commands.main import main
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.inference.http_transport import authorization
 from tests.conftest import QUICKSTART
+from tests.placement.shapes import sizes
 from tests.project import Command
+from tests.server_process import only_loopback
 
 pytestmark = pytest.mark.processes
 
@@ -95,3 +108,67 @@ def test_chains_are_run_saved_and_told_and_so_is_a_tool_that_raises_at_most_of_i
     assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3] * 4
     (told,) = [line for line in lines if line.startswith("warning: tool ")]
     assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)
+
+
+# ---- agentfactory serve
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    config = Qwen3Config(**sizes(32, 32, 1, 2, 1, 64), head_dim=16, max_position_embeddings=64)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    server = {"engine": "embedded", "max_model_len": 64}
+    text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server})
+    (tmp_path / "served.yaml").write_text(text)
+    return tmp_path / "served.yaml"
+
+
+def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ready = next(line for line in process.stdout if line.startswith("ready "))
+    models = ready.split()[1] + "/v1/models"
+    assert only_loopback(process.pid)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(models, timeout=30)
+    with urllib.request.urlopen(urllib.request.Request(models, headers=authorization(models, None))) as answer:
+        assert json.load(answer)["data"][0]["id"] == "policy"
+    folder = recipe.parent / "runs" / "served" / "serve"
+    assert "ready http" in (folder / "logs" / "server.log").read_text()
+    assert (folder / "recipe.yaml").exists()
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert "interrupted by SIGTERM" in said
+    assert not [child for child in children if child.is_running()]
+
+
+def test_to_chat_a_run_of_one_stage_serves_its_last_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Path | None] = []
+    monkeypatch.setattr(server_commands, "serve", lambda recipe, checkpoint, *_: served.append(checkpoint))
+    run = recipe.parent / "runs" / "served"
+    checkpoint = run / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(recipe.read_text().replace('"path": "model"', f'"path": "{recipe.parent}/model"'))
+    for option in (["--chat"], []):
+        assert main(["serve", str(run / "recipe.yaml"), *option]) == 0
+    assert served == [checkpoint, None]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["server.url=http://127.0.0.1:1"], ["server.url", "already running", "null"]),
+        (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "server.api_key_env"]),
+        (["server.engine=vllm", f"server.options.python={sys.base_prefix}/bin/python3"], ["has no vLLM"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: list[str]
+) -> None:
+    assert main(["serve", str(recipe), *overrides]) == 2
+    told = capsys.readouterr().err
+    assert [words for words in [*said, "fix:"] if words not in told] == []
+    assert not (recipe.parent / "runs").exists()

@@ -164,15 +164,13 @@ def render(tokenizer: PreTrainedTokenizerBase, source: str, talk: Talk) -> tuple
     and its weight."""
 
     def text(end: int, prompt: bool = False) -> str:
-        rendered = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             talk.messages[:end],
             tools=talk.tools or None,
             chat_template=source,
             tokenize=False,
             add_generation_prompt=prompt,
         )
-        assert isinstance(rendered, str)
-        return rendered
 
     turns = []
     for number, (message, weight) in enumerate(zip(talk.messages, talk.weights, strict=True)):
@@ -186,7 +184,6 @@ def render(tokenizer: PreTrainedTokenizerBase, source: str, talk: Talk) -> tuple
 
 def trained(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[str, float]]:
     """Return the texts of the runs of trained tokens in a row, each with its weight."""
-    assert row.weights is not None
     runs, place = [], 0
     for weight, group in groupby(row.weights):
         count = len(list(group))
@@ -198,6 +195,4 @@ def trained(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[str, flo
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Return the text of ids, with special tokens."""
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.findings import Finding, Severity
+from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
+from agentfactory.commands.main import main
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.recipe.schema import Recipe
@@ -22,6 +24,7 @@ from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.http_pages import serving
 from tests.project import load_and_check
+from tests.untrained_tokens import make_needs, make_untrained
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -53,12 +56,6 @@ def answering(answers: dict[str, object], key: str) -> Iterator[str]:
 
     with serving(answer) as url:
         yield url
-
-
-def described(model: str, routes: Iterable[str]) -> dict[str, object]:
-    """What an inference server says of itself."""
-    card = {"id": "policy", "root": model, "parent": None, "max_model_len": 8192}
-    return {"/openapi.json": {"paths": {route: {} for route in routes}}, "/v1/models": {"data": [card]}}
 
 
 def plant_distribution(folder: Path, name: str, version: str) -> None:
@@ -105,6 +102,24 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     refuses = "{{ raise_exception('no sums') if messages[0].content == '1 + 1?' }}"
     make_tokenizer(refuses + trl_template("qwen2_5")).save_pretrained(project / "model")
     assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
+
+
+def test_what_the_trainer_would_refuse_of_a_model_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_untrained("untied", project / "model", make_needs())
+    *_, told, _ = doctor_recipe.check_format(load())
+    assert (told.severity, "cannot tell <tool_call> (" in told.text) == (Severity.WARNING, True)
+    for overrides, words in (
+        (["model.lora.rank=2"], "model.lora.trainable_tokens: missing, but the network cannot tell <tool_call> ("),
+        (["model.lora={rank: 2, target_modules: [nope]}"], "model.lora.target_modules: got ['nope'], but 'nope' fits"),
+        (["model.lora.rank=2", "rollout.parser=json"], ""),
+    ):
+        problems = [str(found) for found in doctor_recipe.check_format(load(*overrides)) if found.severity == "problem"]
+        assert main(["train", "recipe.yaml", "--dry-run", *overrides]) == (2 if words else 0)
+        assert (words in "".join(problems), words in capsys.readouterr().err, len(problems)) == (
+            True,
+            True,
+            bool(words),
+        )
 
 
 def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +173,9 @@ def test_a_server_is_asked_for_what_training_needs(
     project: Path, monkeypatch: pytest.MonkeyPatch, routes: list[str], root: str, setting: str, told: str
 ) -> None:
     monkeypatch.setenv("THE_KEY", "secret")
-    with answering(described(root or str(project / "model"), routes), key="secret") as url:
+    card = {"id": "policy", "root": root or str(project / "model"), "parent": None, "max_model_len": 8192}
+    told_by_it = {"/openapi.json": {"paths": {route: {} for route in routes}}, "/v1/models": {"data": [card]}}
+    with answering(told_by_it, key="secret") as url:
         settings = [f"server.url={url}", "model.lora.rank=8", "server.api_key_env=THE_KEY", setting]
         (finding,) = doctor_recipe.check_servers(load(*settings))
     assert re.match(told, f"{finding.severity} {finding.text}")
@@ -224,7 +241,8 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
 
 
 def test_a_precision_that_is_slow_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_recipe, "measured", lambda: ("float32", "why"))
+    layers = {"float32": [1e-10, 1e-9], "bfloat16": [0.5e-10, 2e-9]}
+    monkeypatch.setattr(doctor_recipe, "measured", lambda: Speed({"1024": layers}, operation=1e-6))
     assert levels(doctor_recipe.check_dtype(load("model.dtype=bfloat16"))) == {Severity.WARNING}
     assert levels(doctor_recipe.check_dtype(load("model.dtype=float32"))) == {Severity.OK}
     assert levels(doctor_recipe.check_dtype(load("model.dtype=bfloat16", "placement.gpu_memory_gib=24"))) == set()

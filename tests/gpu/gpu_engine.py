@@ -16,14 +16,14 @@ from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.engine_runs import check, decode, random_prompts
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
 from tests.server_process import serve
+from tests.trainers.scored import fill_adapters
 
 pytestmark = NEEDS_GPU
 MAX_MODEL_LEN, MAX_NUM_SEQS = 1024, 64
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
 
 
 def make_engine(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
@@ -39,10 +39,7 @@ def save_adapter(path: Path, folder: Path, seed: int) -> Path:
     made = recipe(path, lora={"rank": 8})
     made.seed = seed
     policy = load_policy(made)
-    with torch.no_grad():
-        for name, weight in policy.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.05)
+    fill_adapters(policy, 0.05, torch.Generator().manual_seed(seed))
     policy.save_adapter(folder, policy.gather())
     return folder
 
@@ -108,8 +105,7 @@ def free() -> int:
 def greedy(server: ServerControl, model: str = "policy") -> list[int]:
     params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     body = {"token_ids": list(range(9, 90)), "model": model, "sampling_params": params}
-    tokens: list[int] = server.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
-    return tokens
+    return server.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
 
 
 def test_sleep_frees_the_gpu_and_wake_up_restores(server: ServerControl, large: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.trainers.config import TrainRecipe
+from tests.placement.shapes import sizes
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 NEEDS_FP8 = pytest.mark.skipif(
@@ -26,13 +27,10 @@ def needs(package: str) -> pytest.MarkDecorator:
 def make_model(folder: Path, width: int, layers: int, vocabulary: int = VOCABULARY) -> Path:
     """Saves a random Qwen3 whose head is tied to its embeddings."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        **{"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 3 * width, "head_dim": 64},
-        **{"num_hidden_layers": layers, "num_attention_heads": width // 64, "num_key_value_heads": width // 128},
-        **{"tie_word_embeddings": True, "initializer_range": 0.05},
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
+    shape: dict[str, Any] = sizes(width, 3 * width, layers, width // 64, width // 128, vocabulary)
+    shape |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = Qwen3Config(**shape, head_dim=64, tie_word_embeddings=True, initializer_range=0.05)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

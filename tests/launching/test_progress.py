@@ -53,7 +53,6 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
     rows = [{"step": 0, "eval/sampled/success": 0.1, "eval/greedy/success": 0.0}]
     rows += [{"step": step, "reward": step / 10, "success": step / 20} for step in range(1, 11)]
     path = draw_curve(json.loads(json.dumps(rows)), tmp_path / "curve.png", "run")
-    assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_curve([{"step": 1, "loss": 2.0}], tmp_path / "loss.png", "run") is not None
     assert draw_curve([{"step": 0, "eval/reward": 1.0}], tmp_path / "none.png", "run") is None

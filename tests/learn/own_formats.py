@@ -47,8 +47,6 @@ SIZES: dict[str, Any] = {
 def gpt_oss(folder: Path, seed: int) -> None:
     """Prepare for gpt-oss: harmony, sinks, a sliding window in every second layer, four experts."""
     trl = find_spec("trl")
-    assert trl is not None
-    assert trl.origin is not None
     template = (Path(trl.origin).parent / "chat_templates" / "gptoss.jinja").read_text(encoding="utf-8")
     names = ("endoftext", "start", "end", "message", "channel", "constrain", "return", "call")
     tokenizer = write_tasks(folder, seed, template, [f"<|{name}|>" for name in names], eos="<|return|>")

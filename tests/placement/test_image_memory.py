@@ -20,10 +20,10 @@ from agentfactory.rollout.images.features import compute_features
 from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.network import apply_options
+from tests.placement.shapes import sizes
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 0}
+TEXT = {**sizes(64, 128, 1, 2, 1, 512), "bos_token_id": 0, "eos_token_id": 0}
 TOWER = {"hidden_size": 128, "num_heads": 4, "depth": 8, "out_hidden_size": 64}
 
 

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, ViTConfig
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.placement.meta_model import check_targets
+from agentfactory.placement.meta_model import check_model
 from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.placement.shapes import sizes
@@ -314,4 +314,4 @@ def test_targets_that_fit_no_module_are_refused(project: Path, path: str, target
     (project / "broken").mkdir()
     (project / "broken" / "config.json").write_text("{")
     with pytest.raises(SettingError, match=told) if told else nullcontext():
-        check_targets(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"))
+        check_model(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"), None)

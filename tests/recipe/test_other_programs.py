@@ -160,6 +160,7 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     ("text", "fix"),
     [
         ('mcpServers: {\n\t"a": {"command": "x"}\n}', "indent with spaces, not with tabs"),
+        ('a: 1\n{\n  "servers": {"a": {"command": "x"}}\n}\n', "indent pasted braces"),
         ('mcpServers: {\n  // mine\n  "a": {"command": "x"}\n}', "write comments with #, not //"),
     ],
 )

@@ -5,12 +5,10 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.worlds.alfworld.alfworld import QUESTION
 from agentfactory.worlds.alfworld.engine import Engine
@@ -29,10 +27,6 @@ Goal, small_games, look_everywhere, goals, search, PLACES, TASK = (
     for name in ("Goal", "small_games", "look_everywhere", "goals", "search", "PLACES", "TASK")
 )
 TEMPLATE = "put some {obj} on {recep}"
-
-
-def commands(messages: list[dict[str, Any]]) -> list[str]:
-    return [m["tool_calls"][0]["function"]["arguments"]["command"] for m in messages if "tool_calls" in m]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +57,7 @@ def test_transcripts_are_what_the_engine_shows(engine: Engine) -> None:
             assert task in {f"{text.format(obj=goal.thing, recep=goal.place)}." for text in templates}
             for message, shown in zip(messages[::2], [*messages[1::2], None], strict=True):
                 if "tool_calls" in message:
-                    scene = play.act(*commands([message]))
+                    scene = play.act(message["tool_calls"][0]["function"]["arguments"]["command"])
                     assert scene.won == (shown is None)
                     assert shown is None or scene.observation == shown["content"]
             play.close()
@@ -80,15 +74,9 @@ def test_games_of_training_and_evaluation_differ(engine: Engine) -> None:
     assert {games.game(name).task_type for name in (*train, *heldout)} == {TaskType.PLACE}
 
 
-def recipe_of(name: str) -> Recipe:
-    recipe = load_and_check(RECIPES / name, lacks=[])
-    assert isinstance(recipe, Recipe)
-    return recipe
-
-
 @needs_engine
 async def test_a_chain_acts_in_the_published_format(engine: Engine, tmp_path: Path) -> None:
-    recipe = recipe_of("3b-lora-24gb.yaml")
+    recipe = load_and_check(RECIPES / "3b-lora-24gb.yaml", lacks=[])
     game = GeneratedGames(0, engine.package()).game("valid_seen/000002")
     options = {"python": PYTHON, "show_actions": True, "processes": 1}
     fields = {

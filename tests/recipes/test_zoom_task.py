@@ -22,7 +22,6 @@ prepare, HELD_OUT, ASKED, GIVE_UP = (
 
 def test_the_whole_picture_is_seen_the_same_with_any_pattern(prepared: Path) -> None:
     vision = load_vision(str(prepared / "model"))
-    assert vision is not None
     rng = random.Random(1)
     for _ in range(20):
         picture = Picture.draw(rng)

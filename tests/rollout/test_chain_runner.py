@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
@@ -22,6 +20,7 @@ from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import Scripted, call, scripted_chains
+from tests.tools.conftest import running
 
 TOOLS = '''
 import asyncio
@@ -202,11 +201,8 @@ HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
 
 @pytest.fixture
 def hunt_url() -> Iterator[str]:
-    command = [sys.executable, "-m", "agentfactory.tools.serve", HUNT, "--http", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        yield server.stdout.readline().split()[1]
-        server.terminate()
+    with running("-m", "agentfactory.tools.serve", HUNT, "--http", "0") as (_, url):
+        yield url
 
 
 @pytest.mark.processes

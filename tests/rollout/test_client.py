@@ -109,8 +109,7 @@ class Server:
 
         @web.middleware
         async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
-            answer: web.StreamResponse = await self.guard(request) or await handler(request)
-            return answer
+            return await self.guard(request) or await handler(request)
 
         async def answer(request: web.Request) -> web.Response:
             return web.json_response(answers[request.path]())

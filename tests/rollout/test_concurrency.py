@@ -6,9 +6,8 @@ from agentfactory.rollout.inference.concurrency import Places, next_limit
 from agentfactory.rollout.inference.server_metrics import Load
 
 
-async def hold(places: Places, alive: list[int], release: asyncio.Event) -> None:
+async def hold(places: Places, release: asyncio.Event) -> None:
     async with places:
-        alive.append(places.taken)
         await release.wait()
 
 
@@ -22,7 +21,7 @@ async def test_places_grow_and_shrink_while_they_are_held() -> None:
     events = [asyncio.Event() for _ in range(12)]
     async with asyncio.TaskGroup() as tasks:
         for event in events:
-            tasks.create_task(hold(places, [], event))
+            tasks.create_task(hold(places, event))
         await settle()
         assert places.taken == 2
         places.resize(5)

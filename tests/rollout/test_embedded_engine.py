@@ -16,12 +16,12 @@ from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
 from tests.engine_runs import check, decode, finish, make_adapter, random_prompts
+from tests.placement.shapes import sizes
 
 pytestmark = pytest.mark.numbers
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 8192, "initializer_range": 0.3},
+    **{**sizes(32, 64, 2, 4, 2, 97), "max_position_embeddings": 8192, "initializer_range": 0.3},
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 

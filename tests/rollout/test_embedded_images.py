@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from agentfactory.rollout.images import features
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, ImageEncoder, load_encoder
+from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, load_encoder
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
 from agentfactory.rollout.inference.http_server import BadRequest
@@ -27,7 +26,7 @@ from agentfactory.tools.images.lru_cache import ByteCache
 from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
-from tests.vision_rows import picture
+from tests.vision_rows import file_of, picture
 
 pytestmark = pytest.mark.numbers
 
@@ -48,19 +47,14 @@ def make_engine(model: Path, **options: Any) -> Engine:
     return Engine(network, encoder=load_encoder(str(model), network), **sizes)
 
 
-def encoder_of(engine: Engine) -> ImageEncoder:
-    assert engine.encoder is not None
-    return engine.encoder
-
-
 def started(model: Path, **options: Any) -> tuple[Engine, Any, int]:
     """An engine, another network of its model, and the image token."""
     engine = make_engine(model, **options)
-    return engine, load(model), encoder_of(engine).images.vision.image_token_id
+    return engine, load(model), engine.encoder.images.vision.image_token_id
 
 
 def hold(engine: Engine, *images: Image.Image) -> list[HeldImage]:
-    held = encoder_of(engine).images
+    held = engine.encoder.images
     return [held.hold(held.vision.fit(image)) for image in images]
 
 
@@ -69,7 +63,7 @@ def text(seed: int, length: int = 12) -> list[int]:
 
 
 def make_request(engine: Engine, ids: list[int], held: list[HeldImage], seed: int = 0, **options: Any) -> Request:
-    images = encoder_of(engine).images
+    images = engine.encoder.images
     prompt, placed = images.place(ids, held)
     bias = dict.fromkeys(images.vision.banned_token_ids, -100.0)
     options = {"max_tokens": 8, "generator": random.Random(seed), "logit_bias": bias, **options}
@@ -82,7 +76,7 @@ def expected(network: Any, engine: Engine, request: Request) -> torch.Tensor:
     ids = torch.tensor([[*request.token_ids, *request.tokens]])
     seen: dict[str, Any] = {}
     if request.images:
-        seen = encoder_of(engine).pixels(request.images.held)
+        seen = engine.encoder.pixels(request.images.held)
         kinds = torch.zeros_like(ids)
         kinds[0, : len(request.prompt)] = torch.from_numpy(request.prompt < 0)
         seen["mm_token_type_ids"] = kinds.int()
@@ -167,7 +161,7 @@ def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(mo
 def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     """Next to a prompt with an image, and in a recomputed chunk of its own prompt's cache."""
     engine, network, pad = started(model)
-    vision = encoder_of(engine).images.vision
+    vision = engine.encoder.images.vision
     [held] = hold(engine, picture(1))
     forced = make_request(engine, [*text(1), pad, *text(2)], [held], max_tokens=9, logit_bias={pad: 100.0})
     forced.candidates = [40, 50]
@@ -181,10 +175,9 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     check(network, engine, other)
     assert forced.tokens == [pad] * 9
     # the network would treat a sampled image token as an image, so the reference is computed from embeddings
-    assert forced.images is not None
     ids = torch.tensor([[*forced.token_ids, *forced.tokens]])
     embedded = network.get_input_embeddings()(ids)
-    seen = encoder_of(engine).pixels(forced.images.held)
+    seen = engine.encoder.pixels(forced.images.held)
     image = features.compute_features(network, seen, [held.tokens for held in forced.images.held])[0]
     places = torch.zeros_like(ids, dtype=torch.bool)
     places[0, : len(forced.prompt)] = torch.from_numpy(forced.prompt < 0)
@@ -233,7 +226,7 @@ def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, network, pad = started(model)
-    encoder, counts = encoder_of(engine), count_images(monkeypatch)
+    encoder, counts = engine.encoder, count_images(monkeypatch)
     encoder._features = ByteCache(limit=40_000)
     images = hold(engine, *map(picture, range(12)))
     for number, image in enumerate(images):
@@ -249,14 +242,11 @@ def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
 
 def image_cache(model: Path, **options: Any) -> ImageCache:
     vision = load_vision(str(model))
-    assert vision is not None
     return ImageCache(vision, **options)
 
 
 def part(image: Image.Image, uuid: str | None = None) -> dict[str, Any]:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    url = "data:image/png;base64," + base64.b64encode(file_of(image)).decode()
     return {"type": "image_url", "url": url, "uuid": uuid}
 
 

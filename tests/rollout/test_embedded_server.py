@@ -46,8 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 async def refusal(client: Client, path: str, body: Any = None, status: int = 400) -> str:
     """The message of a refused request."""
-    message: str = (await client.post(path, body, status))["error"]["message"]
-    return message
+    return (await client.post(path, body, status))["error"]["message"]
 
 
 @pytest_asyncio.fixture

@@ -52,12 +52,6 @@ ENCODERS = {
 }
 
 
-def controls(encoder: Encoder) -> set[int]:
-    """The ids that only the template may produce."""
-    added = encoder.tokenizer.added_tokens_decoder
-    return {i for i, token in added.items() if token.special or token.content in ("<|user|>", "<|end|>")}
-
-
 def hostile(encoder: Encoder) -> st.SearchStrategy[str]:
     names = [token.content for token in encoder.tokenizer.added_tokens_decoder.values() if len(token.content) < 30]
     parts = names + [name[:n] for name in names for n in range(1, len(name), 3)] + [name[1:] for name in names]
@@ -70,7 +64,9 @@ def hostile(encoder: Encoder) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_no_text_becomes_a_control_token(name: str) -> None:
     encoder = ENCODERS[name]
-    forbidden = controls(encoder)
+    added = encoder.tokenizer.added_tokens_decoder
+    # only the template may produce these
+    forbidden = {i for i, token in added.items() if token.special or token.content in ("<|user|>", "<|end|>")}
 
     @settings(max_examples=80, deadline=None)
     @given(hostile(encoder), st.booleans())
@@ -119,7 +115,6 @@ def test_marks_within_json_and_within_rendered_text() -> None:
     text = f"ab{MARK}c{MARK}{MARK}de{MARK}"
     for end in range(6):
         rest = skip_marked(text, "abcde"[:end])
-        assert rest is not None
         assert rest.replace(MARK, "") == "abcde"[end:]
     assert skip_marked(text, "abd") is None
 

@@ -62,6 +62,17 @@ def told(look: Look) -> dict[str, str]:
     return {advice.topic: str(advice) for advice in advise(look)}
 
 
+def test_the_tools_and_calls_of_an_agent_are_told_apart_from_the_models() -> None:
+    acts = replace(offer(), own_loop=True)
+    own = replace(acts, specs=[replace(CALCULATE, name="search")])
+    for given, called, read in ((own, chain("", tool_calls=1), 4), (acts, chain("3"), 0)):
+        called.metrics["tool_calls"] = 1
+        look = look_at(groups(*[called] * 4), given)
+        assert (look.called, look.own, look.read, look.unread) == (4, 4, read, [])
+        assert "4 of 4 chains called a tool (4 of them the agent's own, or in its own code)" in describe(look)[1]
+    assert look_at(groups(chain("", tool_calls=1)), acts).own == 0
+
+
 def test_calls_in_another_format_are_found_and_named_with_their_share() -> None:
     look = look_at(groups(*[chain(BARE)] * 6, chain("It is 3."), chain('I use "calculate" now.')), offer())
     assert (look.chains, look.called, look.first_turns, look.read) == (8, 0, 8, 0)

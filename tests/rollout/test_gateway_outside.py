@@ -14,10 +14,9 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
 from agentfactory.rollout.gateway import outside_agent as outside
-from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.scripted_chains import NOTE, Scripted, scripted_chains
 
 TOKEN = "for tests"
 CALL = '<tool_call>\n{"name": "note", "arguments": {"text": "tea"}}\n</tool_call>'
@@ -57,7 +56,6 @@ class Program:
 async def elsewhere(folder: Path, texts: list[str], **fields: Any) -> AsyncIterator[tuple[Scripted, Program]]:
     agent = OutsideAgent(OutsideOptions(**fields.pop("outside", {})))
     async with scripted_chains(folder, texts, agent=agent, **fields) as chains, aiohttp.ClientSession() as session:
-        assert isinstance(chains.runner, GatewayRunner)
         yield chains, Program(session, chains.runner.gateway.url)
 
 
@@ -96,14 +94,7 @@ async def test_a_chain_is_taken_played_and_reported(tmp_path: Path) -> None:
 
 
 async def test_the_recipes_reward_judges_and_sees_the_report(tmp_path: Path) -> None:
-    source = """
-from agentfactory import reward, tool
-
-@tool
-def note(text: str) -> str:
-    '''Take a note.'''
-    return text
-
+    source = f"""{NOTE}
 @reward
 def turns(prediction, environment, trajectory):
     return 10 * trajectory.turns + (environment.reward if environment else 0) + len(prediction)

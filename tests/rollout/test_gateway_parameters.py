@@ -123,8 +123,7 @@ APIS = pytest.mark.parametrize("api", list(PLAIN), ids=lambda api: api.__name__.
 
 
 def read(api: Any, **fields: Any) -> TurnRequest:
-    asked: TurnRequest = api.read({**PLAIN[api], **fields}, 1.0, {})
-    return asked
+    return api.read({**PLAIN[api], **fields}, 1.0, {})
 
 
 @APIS

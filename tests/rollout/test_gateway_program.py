@@ -20,11 +20,10 @@ from agentfactory.rollout.chains.chain_runner import begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
-from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.sandboxed_python import sandboxed_python
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import NOTE, scripted_chains
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
@@ -43,21 +42,12 @@ for _ in range(2):
 print("wrote", open("file").read().strip(), "in", os.path.basename(os.getcwd()) != "", os.environ.get("SECRET"))
 """
 
-REWARD = '''
-from agentfactory import reward, tool
-
-
-@tool
-def note(text: str) -> str:
-    """Take a note."""
-    return text
-
-
+REWARD = f"""{NOTE}
 @reward
 def turns(workspace, trajectory, prediction):
     wrote = (workspace / "file").read_text().strip() if (workspace / "file").exists() else ""
-    return {"reward": float(wrote == "tea"), "said": float("wrote tea" in prediction)}
-'''
+    return dict(reward=float(wrote == "tea"), said=float("wrote tea" in prediction))
+"""
 
 DAEMON = """
 import os, subprocess, sys, time
@@ -145,8 +135,6 @@ async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path)
     process = await asyncio.create_subprocess_exec(
         *command, cwd=tmp_path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    assert process.stdout is not None
-    assert process.stdin is not None
     pid = int(await process.stdout.readline())
     process.stdin.close()
     assert await process.wait() in (128 + 9, 128 + 15)
@@ -259,7 +247,6 @@ async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Pat
     given["options"]["workspace"] = str(tmp_path / "template")
     agent = ProgramAgent(AgentConfig(**given), tmp_path)
     async with scripted_chains(tmp_path, ["tea", "other"], agent=agent, source=REWARD) as chains:
-        assert isinstance(chains.runner, GatewayRunner)
         sampling = Sampling("policy", 1.0, seed="s")
         other = chains.runner.player(Episode(chains.runner.setup, begin("other"), {"question": "go"}, sampling))
         with chains.runner.gateway.serving(other) as endpoint:

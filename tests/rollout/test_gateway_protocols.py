@@ -138,7 +138,6 @@ async def test_responses_limits_and_what_is_not_known(tmp_path: Path) -> None:
         assert [token.logprob for token in part.logprobs or []] == [-1.0, -1.0]
         assert "".join(token.token for token in part.logprobs or []) == part.text
         assert answer.status == "incomplete"
-        assert answer.incomplete_details is not None
         assert answer.incomplete_details.reason == "max_output_tokens"
         for asked in ({"previous_response_id": "resp_x"}, {"input": [{"type": "item_reference", "id": "x"}]}):
             with pytest.raises(openai.NotFoundError):

@@ -19,15 +19,12 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRu
 RULE = SizeRule(28, 3136, 50176)
 
 
-def answering(text: str) -> Trajectory:
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-    return Trajectory("c", messages, [], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)
-
-
 async def judged(name: str, text: str, row: dict, view: ModelView | None = None, **options) -> dict[str, float]:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    answer = Trajectory("c", messages, [], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)
     async with Rewards([RewardConfig(reward=name, options=options)]) as rewards:
         rewards.check(row)
-        verdict = await rewards.score(answering(text), row, None, (), view)
+        verdict = await rewards.score(answer, row, None, (), view)
     return {"reward": verdict.reward, **verdict.metrics}
 
 

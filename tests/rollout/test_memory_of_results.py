@@ -7,21 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripted_chains import NOTES, call
+
 ROOT = Path(__file__).parents[2]
-SOURCE = '''
-from agentfactory import reward, tool
-
-
-@tool
-def note(text: str) -> str:
-    """Take a note."""
-    return text * 10_000_000
-
-
-@reward
-def turns(trajectory):
-    return 1.0
-'''
+SOURCE = NOTES.replace('f"noted {text}"', "text * 10_000_000")
 WORKER = """
 import asyncio, json, sys
 from pathlib import Path
@@ -48,8 +37,7 @@ asyncio.run(main())
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("limits", [{}, {"result_tokens": 100}])
 def test_eight_chains_stay_below_one_gigabyte(limits: dict[str, int], tmp_path: Path) -> None:
-    call = '<tool_call>\n{"name": "note", "arguments": {"text": "word "}}\n</tool_call>'
-    command = [sys.executable, "-c", WORKER, SOURCE, call, json.dumps(limits)]
+    command = [sys.executable, "-c", WORKER, SOURCE, call("note", text="word "), json.dumps(limits)]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

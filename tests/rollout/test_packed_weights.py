@@ -14,14 +14,14 @@ from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
 from tests.engine_runs import check, decode
+from tests.placement.shapes import sizes
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed on CPUs with AVX-512"
 )
 # a head and gates of at least WHOLE elements; keys and values below it
 CONFIG: dict[str, Any] = {
-    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 32},
-    **{"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    **{**sizes(256, 1024, 2, 8, 1, 1024), "head_dim": 32, "tie_word_embeddings": False},
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.embedded.packed_linear import quantize
+from agentfactory.rollout.inference.embedded.packed_linear import _Int8Linear, largest_step, quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 from tests.engine_runs import make_adapter
+from tests.placement.shapes import sizes
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -24,9 +25,8 @@ PROMPT = [7 * i % 97 for i in range(40)]
 def make_model(**changes: Any) -> Qwen3ForCausalLM:
     """A model with input widths 96 (less than a group), 160 (a group and a remainder) and 128."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "initializer_range": 0.1}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "tie_word_embeddings": False, **changes})).eval()
+    own = {"head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False}
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes(96, 160, 2, 4, 2, 97), **own, **changes})).eval()
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
@@ -63,6 +63,22 @@ def test_linear_weights_are_rounded_to_nearest_and_nothing_else(kind: Any, tied:
     row = weights["model.layers.1.mlp.down_proj.weight"][3]
     levels = [len(part.unique()) for part in (row.split(128) if kind == "int4" else [row])]
     assert max(levels) <= (16 if kind == "int4" else 255)
+
+
+@pytest.mark.parametrize("most", [largest_step(), 63])
+def test_products_of_integers_are_those_of_the_rounded_values(most: int) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 40), torch.randn(1, 5, 64)
+    layer.weight.data[3], x[0, 2] = 0.0, 0.0
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach()
+    product = _Int8Linear(layer, most)
+    scale = weight.abs().amax(1, keepdim=True) / most
+    levels = (weight / scale.where(scale > 0, 1.0)).round()
+    assert torch.equal(product.read(), levels * scale)
+    steps = x.abs().amax(2, keepdim=True) / 127
+    expected = (x / steps.where(steps > 0, 1.0)).round() * steps @ (levels * scale).T + bias
+    assert torch.allclose(product(x), expected, atol=1e-6)
+    assert torch.equal(product(x)[:, 1:2], product(x[:, 1:2]))  # a row depends on no other
 
 
 def test_weights_of_0_stay_so_and_bfloat16_is_rounded_once() -> None:

@@ -175,7 +175,6 @@ def test_other_stop_tokens_do_not_close_a_turn() -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert renderer.stop_token_ids == sorted([other, end])
     piece = renderer.extend([*renderer.open(OPENING, SPECS), other], [], [{"role": "user", "content": "?"}], SPECS)
-    assert piece is not None
     assert piece[0] == end
 
 
@@ -208,7 +207,6 @@ def test_weights_of_messages() -> None:
     weights = {1: 0.25, 2: 0.0, 3: 0.5, 5: 0.125, 6: 2.0, 10: 4.0}
     messages = [{**m, "weight": weights[i]} if i in weights else m for i, m in enumerate(CONVERSATION)]
     row = renderer.conversation_row(messages, SPECS)
-    assert row.weights is not None
     assert row.token_ids == renderer.conversation_row(CONVERSATION, SPECS).token_ids
     assert row.mask == [int(w != 0) for w in row.weights]
     texts: dict[float, str] = {}

@@ -34,6 +34,7 @@ from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from tests import engine_runs
 from tests.chat_tokenizers import make_tokenizer
+from tests.placement.shapes import sizes
 from tests.server_process import VLLM_PYTHON, busy, serve, sglang_stand_in
 from tests.trainers.test_time_share import (
     CACHE,
@@ -74,15 +75,11 @@ ADAPTER_ROUTES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 def make_model(folder: Path, tied: bool) -> Path:
     """A random model that is far from uniform, so that a wrong key, position or weight shows."""
     tokenizer = make_tokenizer()
-    sizes: dict[str, Any] = {
-        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048},
-        **{"initializer_range": 0.15, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
-        **{"pad_token_id": None, "tie_word_embeddings": tied},
-    }
+    own = {"head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.15, "tie_word_embeddings": tied}
+    own |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
     torch.manual_seed(0)
     kinds: Any = (Qwen3ForCausalLM, Qwen3Config) if tied else (LlamaForCausalLM, LlamaConfig)
-    kinds[0](kinds[1](**sizes)).save_pretrained(folder)
+    kinds[0](kinds[1](**sizes(128, 96, 2, 4, 2, len(tokenizer)), **own)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -208,8 +205,7 @@ async def client(untied: Served) -> AsyncIterator[Client]:
 
 
 def reference(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def with_weights(folder: Path, weights: Path) -> PreTrainedModel:

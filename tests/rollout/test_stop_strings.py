@@ -119,14 +119,9 @@ async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, t
         server = played.server
     assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
     prompts = [request["token_ids"] for request in server.requests]
-    exchanges = [(prompt, ids, find_text(renderer, ids)) for prompt, ids in zip(prompts, server.responses, strict=True)]
-    check_stops(renderer, chains, exchanges)
-
-
-def find_text(renderer: Renderer, ids: list[int]) -> str | None:
-    """The stop string at which a server ended these ids."""
-    found = find_stop(renderer.decode(ids), renderer.stops)
-    return None if found is None else found[1]
+    # the stop strings at which the server ended the ids
+    stops = [(find_stop(renderer.decode(ids), renderer.stops) or (0, None))[1] for ids in server.responses]
+    check_stops(renderer, chains, [*zip(prompts, server.responses, stops, strict=True)])
 
 
 def check_stops(renderer: Renderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The client of a teacher's server over real sockets: what it accepts, and how it names what it does not.
 
-True scores, by real engines: tests/trainers/test_served_teachers.py and test_server_contract.py."""
+True scores, by real engines: tests/trainers/test_other_teachers.py and test_server_contract.py."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -150,7 +150,6 @@ def changed(place: int, **fields: Any) -> Callable[[Scores], Scores]:
 
     def change(scores: Scores) -> Scores:
         entry = scores[place]
-        assert entry is not None
         next(iter(entry.values())).update(fields)
         return scores
 

@@ -104,11 +104,9 @@ def added_to(runner: ChainRunner, chain: Trajectory) -> str | None:
     """The text that only the teacher reads; the rest of its row must be the policy's, and its targets the same."""
     [row] = chain.rows
     made = training_row(row)
-    assert made is not None
     if row.teacher_prompt is None:
         assert made.in_context is None
         return None
-    assert made.in_context is not None
     assert (
         made.in_context.token_ids.tolist()
         == row.teacher_prompt + row.token_ids[row.mask.index(1) : made.targets[-1] + 1]

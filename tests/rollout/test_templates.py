@@ -12,6 +12,7 @@ from tests.chat_tokenizers import (
     STRIPS_REASONING,
     TOOLS_IN_SYSTEM,
     TRL_TEMPLATES,
+    chatml,
     make_tokenizer,
     trl_template,
 )
@@ -23,18 +24,8 @@ def choose(template: str, tools: bool = True, parser: str = "hermes") -> Choice:
     return choose_template(tokenizer, template, tools, load_parser(parser))
 
 
-CHATML = (
-    TOOLS_IN_SYSTEM
-    + """
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' + m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '<tool_call>\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-)
+CHATML = chatml("""{%- set call = {'name': c.function.name, 'arguments': c.function.arguments} %}
+{{- '<tool_call>\n' + call | tojson + '\n</tool_call>' }}""")
 
 UNREAD, UNSHOWN = "a format that rollout.parser does not read", "ignores `tools`"
 WITH_TOOLS = {

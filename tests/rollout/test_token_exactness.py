@@ -51,7 +51,6 @@ def play_chains(
             "server": server,
         }
     )
-    assert recipe.data is not None
     tasks = load_tasks(recipe.data)
 
     async def play() -> tuple[list[Trajectory], Recording]:

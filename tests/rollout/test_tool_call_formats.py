@@ -49,7 +49,6 @@ def encode(renderer: Renderer, text: str) -> list[int]:
 
 
 def decode(renderer: Renderer, ids: list[int] | None) -> str:
-    assert ids is not None
     return renderer.tokenizer.decode(ids)
 
 
@@ -169,7 +168,6 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
             new = renderer.dialogue.answers(parsed.calls, [ToolResult(f"Result {n}.")])
             messages += [parsed.message, *new]
             piece = renderer.extend(chain.token_ids, messages, new, SPECS)
-            assert piece is not None
             chain.append_context(piece)
     assert chain.token_ids == row.token_ids
     assert chain.mask == row.mask
@@ -244,7 +242,6 @@ def test_text_of_others_forges_no_turn_and_no_call(name: str) -> None:
     forged = FORGED[name]
 
     def specials(ids: list[int] | None) -> list[int]:
-        assert ids is not None
         return [i for i in ids if i in special]
 
     def pieces(text: str) -> list[list[int]]:
@@ -278,7 +275,6 @@ def test_a_rewriting_template_forks_for_no_text_of_others() -> None:
     new: list[Message] = [{"role": "user", "content": forged + " <|im_end|>"}]
     ids = [*renderer.open(opening, SPECS), *sampled]
     following = renderer.extend(ids, [*opening, renderer.parse(sampled).message, *new], new, SPECS)
-    assert following is not None
     assert decode(renderer, following) == f"\n<|im_start|>user\n{new[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     assert following.count(end_of(renderer)) == 1
 

@@ -46,7 +46,6 @@ def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with subprocess.Popen([sys.executable, *arguments], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("ready http://127.0.0.1:"), line
             yield process, line.split()[1]
@@ -61,7 +60,6 @@ def recipe_of(**servers: Any) -> ToolsRecipe:
 async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
     result = await session.call(ToolCall("1", name, arguments))
     assert result.error is None, result
-    assert isinstance(result.content, str)
     return result.content
 
 

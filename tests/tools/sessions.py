@@ -11,8 +11,7 @@ words: dict[str, str] = {}
 
 
 def session(context: Context[Any]) -> str:
-    request: Any = context.request_context.request
-    return str(request.headers["mcp-session-id"])
+    return str(context.request_context.request.headers["mcp-session-id"])
 
 
 @server.tool()

@@ -181,6 +181,20 @@ async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_
                 assert (await at_rest(toolset))["broken"] > 0
 
 
+@pytest.mark.parametrize(("file", "isolation", "told"), [("", "process", 1), ("${chain}/", None, 0), ("", "shared", 0)])
+async def test_a_file_that_chains_share_is_named_once_they_have_changed_it(
+    folder: Path, tmp_path: Path, file: str, isolation: str | None, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shared := tmp_path / "words.txt").write_text("seed")
+    args = [*NOTEBOOK["args"], f"--file={file or f'{tmp_path}/'}words.txt"]
+    entry = {**NOTEBOOK, "args": args, "isolation": isolation}
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+        for word in ("one", "two", "three"):
+            async with toolset.chain(word, {}) as session:
+                await ask(session, "write", word=word)
+    assert caplog.text.count(f"chains have changed {shared}, and each sees what the others wrote; fix: ") == told
+
+
 async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe_server, "memory_of", lambda pid: 200 << 20)
     records: list[dict[str, Any]] = []
@@ -195,17 +209,14 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, mo
     try:
         assert told() == [(13, 75)]
         _, lease = await server.acquire()
-        assert lease is not None
         await lease.release()
         await until(lambda: told()[1:] == [(5, 200)])
         assert "up to 5 at a time, of about 200 MiB each" in server.isolation_text
         leases = [(await server.acquire())[1] for number in range(5)]
         further = asyncio.create_task(server.acquire())
         pool = server._pool
-        assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)
         assert (pool.gauges()["in_use"], pool.gauges()["idle"]) == (5, 0)
-        assert leases[0] is not None
         await leases[0].release()
         assert (await further)[1] is not None
     finally:

@@ -74,6 +74,10 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
             {"command": "python", "args": ["-c", "import sys; sys.exit('no key for you')"]},
             r"tool server bad: `.*python.* -c .*exit.*` in .*Connection closed; the end of its stderr:\nno key for you",
         ),
+        (
+            {"command": "python", "args": ["-c", "import mcp.server as s; s.Server('old').list_resources"]},
+            r"no attribute 'list_resources'\n; fix: .*mcp_servers\.bad\.command to a Python with mcp<2",
+        ),
         ({"url": "http://127.0.0.1:1/mcp"}, "tool server bad: http://127.0.0.1:1/mcp: ConnectError"),
     ],
 )

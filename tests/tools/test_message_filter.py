@@ -104,6 +104,5 @@ def test_an_unending_line_that_is_no_message_takes_no_memory() -> None:
     messages = MessageFilter(100)
     for _ in range(1000):
         assert messages.feed(b"noise " * 100) == []
-    assert messages._scan is not None
     assert len(messages._scan._kept) < 10_000
     assert b"too_large" in messages.feed(b"\n")[0]

@@ -18,8 +18,9 @@ from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.scripted_chains import call as written
 from tests.scripted_chains import scripted_chains
-from tests.tools.more_servers import SERVERS, Call, Tried, entry_of, install
+from tests.tools.more_servers import SERVERS, Tried, entry_of, install
 from tests.tools.roughness.serving import noticed
 
 pytestmark = [pytest.mark.long, pytest.mark.processes, pytest.mark.timeout(1800)]
@@ -69,7 +70,9 @@ async def test_a_server(tried: Tried, installed: Path, place: Path, capsys: pyte
 async def test_eight_chains(tried: Tried, installed: Path, place: Path) -> None:
     def script(prompt: str) -> str:
         number = prompt.count("<tool_response>\n")
-        return written(tried.chain[number]) if number < len(tried.chain) else "done"
+        if number == len(tried.chain):
+            return "done"
+        return written(tried.chain[number].tool, **tried.chain[number].arguments)
 
     entry = {**entry_of(tried, installed), "timeout_seconds": 90}
     fields: dict[str, Any] = {"tools": [], "rewards": ["notes.py:turns"], "mcp_servers": {"tried": entry}}
@@ -86,10 +89,6 @@ async def test_eight_chains(tried: Tried, installed: Path, place: Path) -> None:
         assert len(read) == len(tried.chain)
         assert all(call.reads in text for call, text in zip(tried.chain, read, strict=True)), read
     chains.check(*ended)
-
-
-def written(call: Call) -> str:
-    return f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
 
 
 @cache

@@ -153,7 +153,6 @@ asyncio.run(main())
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a sandbox of kind none leaves its folder
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
         first = psutil.Process(int(parent.stdout.readline()))
         family = [first, *first.children(recursive=True)]
         parent.send_signal(signal.SIGKILL)
@@ -176,7 +175,6 @@ for start in starting:
     tokens = []
     for delay in (0.005, 0.02):
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-            assert parent.stdout is not None
             tokens.append(parent.stdout.readline().strip())
             time.sleep(delay)
             parent.kill()

@@ -44,7 +44,6 @@ asyncio.run(main())
 def test_a_child_that_blocks_ends_when_its_parent_is_killed(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "blocking")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) == 1
@@ -123,10 +122,6 @@ def test_what_is_served_of_a_file(tmp_path: Path) -> None:
         objects_in(tmp_path / "missing.py")
 
 
-async def _visit(client: Client, chain: str) -> Any:
-    return content_of(await client.call_tool("reset", {}, meta={CHAIN_KEY: chain}))  # type: ignore[arg-type]
-
-
 @pytest.mark.processes
 async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
@@ -140,8 +135,9 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
         assert content_of(await client.call_tool("greet", {"name": "Ada"})) == "Hello Ada!"
         assert content_of(await client.call_tool("price", {"item": "tea"})) == "3"
         for chain, opening in (("a", "Ada 3 1"), ("b", "Ada 3 2"), ("c", "Ada 3 1")):
-            assert await _visit(client, chain) == opening
-            await client.call_tool("close", {}, meta={CHAIN_KEY: chain})  # type: ignore[arg-type]
+            meta: Any = {CHAIN_KEY: chain}
+            assert content_of(await client.call_tool("reset", {}, meta=meta)) == opening
+            await client.call_tool("close", {}, meta=meta)
 
 
 def test_stdout_belongs_to_the_protocol(

@@ -40,9 +40,7 @@ async def shell() -> AsyncIterator[Shell]:
 
 
 async def said(shell: Shell, command: str) -> str:
-    text = (await shell.shell(command))["observation"]
-    assert isinstance(text, str)
-    return text
+    return (await shell.shell(command))["observation"]
 
 
 def left() -> list[int]:
@@ -57,7 +55,6 @@ async def test_files_stay_and_processes_end(shell: Shell) -> None:
     assert await said(shell, f"{marked} & setsid {marked} & echo ok") == "ok"
     assert not left()
     assert "left out" in await said(shell, "seq 100000")
-    assert shell.workspace is not None
     assert (shell.workspace / "drink").read_text() == "tea\n"
 
 
@@ -197,7 +194,6 @@ async def test_deleted_files_are_limited_too(shell: Shell) -> None:
     assert "files took more than 8 MiB" in await said(shell, DELETED)
     folder = shell.workspace
     await shell.release()
-    assert folder is not None
     assert not folder.exists()
 
 
@@ -239,7 +235,6 @@ for _ in range(100):
         socket.send_fds(here, [b"x"], [file.fileno()])
 time.sleep(60)
 '"""
-    assert shell.workspace is not None
     monkeypatch.setattr(program, "_LEAST_FREE", (shutil.disk_usage(shell.workspace).free - (256 << 20), 1.0))
     assert re.search(r"the disk of its files has less than \d+ MiB left", await said(shell, hidden))
     monkeypatch.setattr(program, "_LEAST_FREE", (1 << 60, 1.0))

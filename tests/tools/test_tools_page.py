@@ -37,7 +37,6 @@ async def test_recipes(folder: Path) -> None:
         result = await session.call(ToolCall("2", "add", {"number": 1}))
         assert (result.content, result.finish) == ("The counter stands at 3.", True)
         verdict = await session.reward()
-        assert verdict is not None
         assert (verdict.reward, verdict.metrics) == (1.0, {"steps_left": 0.0})
 
 

@@ -65,7 +65,6 @@ def test_a_killed_process_leaves_no_folder() -> None:
     code = "from agentfactory.tools.environments import workspaces as w; print(w.make_folder(), flush=True); input()"
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         assert folder.is_dir()
         process.kill()

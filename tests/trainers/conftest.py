@@ -21,6 +21,7 @@ from agentfactory.trainers.sync.server_control import ServerControl
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
+from tests.placement.shapes import sizes
 
 VOCABULARY = 64
 Make = Callable[..., TrainRecipe]
@@ -33,11 +34,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, rope_parameters=rope, initializer_range=0.3,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    own = {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": rope, "initializer_range": 0.3}
+    Qwen3ForCausalLM(Qwen3Config(**sizes(32, 64, 2, 4, 2, VOCABULARY), **own)).save_pretrained(folder)
     base = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     base.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="w1", pad_token="w2")
@@ -114,10 +112,7 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrain
     """A wider model with the policy's tokenizer, whose vocabulary is padded further."""
     folder = tmp_path_factory.mktemp("teacher")
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY + 6, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
-    )  # fmt: skip
+    config = Qwen3Config(**sizes(48, 64, 3, 4, 2, VOCABULARY + 6), head_dim=8, initializer_range=0.3)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -14,6 +14,7 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.processes.accelerator import weights_of_rank_0
 from agentfactory.trainers.teachers.teacher import make_reference
 from tests.trainers.ranks import whole
+from tests.trainers.scored import fill_adapters
 
 
 def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
@@ -22,10 +23,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     model = make_actor_critic(recipe, load_policy(recipe, accelerator.device), accelerator.device)
     names = [name for name, _ in model.named_parameters()]
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or name == "critic.head":
-                parameter.normal_(std=0.3, generator=generator)
+    fill_adapters(model, 0.3, generator)
     # with momentum, a gradient that is zero instead of absent would move weights in a later step
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():

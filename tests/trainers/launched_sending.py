@@ -1,4 +1,4 @@
-"""Run in three processes by test_sending.py: sharded weights are sent to servers while they are gathered.
+"""Run in three processes by test_nccl.py: sharded weights are sent to servers while they are gathered.
 
 Arguments: a recipe as JSON, the address of a receiver (gloo_receiver.py) and of an embedded engine, a folder, and "yes"
 if the policy is in bfloat16."""

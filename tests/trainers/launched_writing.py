@@ -1,4 +1,4 @@
-"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on full disks, and from version 0.1.
+"""Run by test_checkpoints.py, one process per rank: checkpoints on full disks, and from version 0.1.
 
 Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of version 0.1. Rank 0 has no room for the
 second checkpoint, and rank 1 none for the third; the fifth has the state loaded from version 0.1. Each rank writes its

@@ -25,6 +25,14 @@ def scores_of(network: Any, temperature: float = 1.0) -> Tensor:
 
 
 @torch.no_grad()
+def fill_adapters(model: nn.Module, std: float, generator: torch.Generator) -> None:
+    """Make adapters act, and a critic's head."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name or name == "critic.head":
+            weight.normal_(std=std, generator=generator)
+
+
+@torch.no_grad()
 def disturb(model: nn.Module, seed: int, size: float = 0.1) -> None:
     """Change all trained weights, as training does."""
     torch.manual_seed(seed)

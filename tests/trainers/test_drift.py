@@ -58,7 +58,6 @@ def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
     moves = [0.005 * version for version in range(1, 11)]
     verdicts = [drift.judge(*(scorer.at(followed * moved) for _ in "ab"), scorer.at(moved)) for moved in moves]
     caught = first_failure(verdicts)
-    assert caught is not None
     assert 5 <= caught <= 8
     assert "serves other weights" in (verdicts[caught - 1].failure or "")
     assert [verdict.provable for verdict in verdicts[:caught]] == [False] * (caught - 1) + [True]

@@ -18,6 +18,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.update.learner import Learner
+from tests.placement.shapes import sizes
 from tests.trainers.conftest import Make
 from tests.trainers.ranks import on_ranks
 
@@ -69,7 +70,6 @@ def test_a_linear_layer_equals_its_rounded_operands_in_float64(precision: Any) -
         "gradient of the weight": (rounded(g, 0, of_gradients).T, rounded(a, 0), layer[0].weight.grad),
     }
     for name, (left, right, found) in products.items():
-        assert found is not None
         # each of the summed products is rounded to float32, once in each operand, and once per addition
         bound = 2.0**-24 * (left.shape[1] + 4) * (left.abs() @ right.abs()) + 2.0**-23
         assert ((found.double() - left @ right).abs() <= bound).all(), name
@@ -80,10 +80,7 @@ def test_a_linear_layer_equals_its_rounded_operands_in_float64(precision: Any) -
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("network")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, initializer_range=0.15,
-    )  # fmt: skip
+    config = Qwen3Config(**sizes(64, 128, 2, 4, 2, 64), head_dim=16, tie_word_embeddings=True, initializer_range=0.15)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -118,7 +118,6 @@ def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
 def mismatch(correction: str, **bounds: float) -> MismatchConfig:
     """Return the correction with the bounds that it supports."""
     kind = MismatchConfig.options_type(correction)
-    assert kind is not None
     options = {name: bound for name, bound in bounds.items() if name in kind.model_fields}
     return MismatchConfig.model_validate({"correction": correction, "options": options})
 

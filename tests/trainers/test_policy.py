@@ -30,8 +30,10 @@ from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
 from agentfactory.trainers.networks.network import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from tests.placement.shapes import sizes
 from tests.trainers.conftest import Make
 from tests.trainers.float64 import assert_equal, in_float64
+from tests.trainers.scored import fill_adapters
 
 pytestmark = pytest.mark.numbers
 
@@ -85,10 +87,7 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    fill_adapters(policy, 0.1, torch.Generator().manual_seed(0))
     policy.eval()
     state = policy.gather()
     policy.save_adapter(tmp_path, state)
@@ -118,10 +117,7 @@ def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
     recipe.model.path = str(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"model.path: .* LoRA adapter"):
         load_policy(recipe)
-    scaled = GraniteConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.5,
-    )  # fmt: skip
+    scaled = GraniteConfig(**sizes(16, 16, 1, 2, 2, 32), logits_scaling=4.0, initializer_range=0.5)
     GraniteForCausalLM(scaled).save_pretrained(tmp_path / "granite")
     recipe.model.path = str(tmp_path / "granite")
     with pytest.raises(ValueError, match=r"model.path: GraniteForCausalLM changes its logits"):

@@ -23,7 +23,6 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
 
 
 def file_of(method: str | None) -> Path:
-    assert method is not None
     return Path(method.removeprefix("agentfactory://"))
 
 

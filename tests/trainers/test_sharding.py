@@ -18,6 +18,7 @@ from transformers import (
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
+from tests.placement.shapes import sizes
 from tests.trainers.conftest import on_cpu
 from tests.trainers.launched_loading import load, loss_and_gradients
 from tests.trainers.ranks import on_ranks
@@ -29,11 +30,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 def save_network(folder: Path, layers: int, width: int) -> float:
     """Save a network with tied embeddings in float32; return its size in MB."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32 * width, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 64, num_key_value_heads=width // 64, head_dim=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    network = Qwen3ForCausalLM(config)
+    shape = sizes(width, 4 * width, layers, width // 64, width // 64, 32 * width)
+    network = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=64, tie_word_embeddings=True))
     network.save_pretrained(folder)
     return sum(4e-6 * weight.numel() for weight in network.parameters())
 
@@ -71,18 +69,10 @@ def test_what_depends_on_weights_is_decided_by_rank_0(tmp_path: Path, model_fold
     # the configuration ties them, but the checkpoint has two different ones
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).clone()
     save_file(weights, differing / "model.safetensors", metadata={"format": "pt"})
-    scaled = GraniteConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.5,
-    )  # fmt: skip
+    scaled = GraniteConfig(**sizes(16, 16, 1, 2, 2, 32), logits_scaling=4.0, initializer_range=0.5)
     GraniteForCausalLM(scaled).save_pretrained(tmp_path / "scaled")
-    routed = Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2,
-            first_k_dense_replace=0, initializer_range=0.3,
-        )
-    )  # fmt: skip
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    routed = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes(32, 32, 2, 2, 2, 64), **experts, initializer_range=0.3))
     for name, buffer in routed.named_buffers():
         if "e_score_correction_bias" in name:
             # part of the checkpoint; it decides which experts are used

@@ -26,6 +26,7 @@ from tests.trainers.conftest import VOCABULARY, Make, on_cpu
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
 from tests.trainers.ranks import on_ranks
+from tests.trainers.scored import fill_adapters
 
 pytestmark = pytest.mark.numbers
 
@@ -268,9 +269,7 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
             update = update_policy(learner, batch, recipe).updates
             results.append((update_metrics(update, batch)["teacher/kl"], update[0].grad_norm))
             generator = torch.Generator().manual_seed(3)
-            for name, weight in learner.policy.named_parameters():
-                if "lora_B" in name:
-                    weight.data.normal_(std=0.3, generator=generator)
+            fill_adapters(learner.policy, 0.3, generator)
         found.append(results)
     # an adapter begins as its base: there is nothing to learn from it yet
     assert found[0][0] == pytest.approx((0.0, 0.0), abs=1e-6)
@@ -309,7 +308,6 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
     make_recipe: Make, teacher_folder: Path
 ) -> None:
     recipe = with_teacher(make_recipe(), teacher_folder)
-    assert recipe.teacher is not None
     policy = load_policy(recipe)
     frozen = make_teacher(recipe, policy, on_cpu())._frozen
     teacher = Teacher(recipe.teacher, frozen, VOCABULARY, {7: "<think>"})

@@ -10,7 +10,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.trainers.batches.batch import training_row
@@ -66,9 +65,7 @@ def logprobs(network: Any, ids: Tensor) -> Tensor:
     return chosen.gather(-1, ids.flatten()[PLACES, None]).squeeze(-1)
 
 
-def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
-    dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
     named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens .* equal to 0\.00"
     fix = r"model\.lora\.trainable_tokens=auto; or write calls without these tokens: rollout\.parser=json"
     with pytest.raises(ValueError, match=f"trainable_tokens: missing, but the network {named}.*{fix}"):
@@ -77,10 +74,6 @@ def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
         load_policy(recipe_of(dead, [OPEN]), needs=needs)
     with pytest.raises(ValueError, match="got '<call>', which is no token of the vocabulary"):
         load_policy(recipe_of(dead, ["<call>"]), needs=needs)
-    # where all weights are trained, it is a warning
-    load_policy(recipe_of(dead, lora=False), needs=needs)
-    (notice,) = [notice for record in caplog.records if (notice := notice_of(record))]
-    assert f"the network cannot tell {OPEN}" in notice.text
 
 
 def test_another_format_needs_no_dead_token(dead: Path) -> None:
@@ -239,7 +232,6 @@ def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: 
     before, ids = trained(dead, needs), ids_with(needs)
     before.save_adapter(tmp_path, before.gather())
     recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
-    assert recipe.model.lora is not None
     recipe.model.lora.from_ = str(tmp_path)
     policy = load_policy(recipe, needs=needs).eval()
     torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)

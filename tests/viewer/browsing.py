@@ -50,7 +50,6 @@ def command(*runs: Path) -> Iterator[str]:
     arguments = [sys.executable, "-m", "agentfactory", "view", *map(str, runs), "--port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             said = process.stdout.readline()
             yield re.search(r"http://\S+", said)[0]
         finally:

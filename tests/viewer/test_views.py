@@ -139,11 +139,6 @@ def address(url: str, run: str, place: int = 0) -> str:
     return f"#/trajectory/{run_id(url, run)}/train.jsonl/0/{place}"
 
 
-def open_at(page: "Page", url: str, place: str) -> None:
-    page.goto("about:blank")
-    page.goto(url + place)
-
-
 # ---- while it loads
 
 
@@ -416,7 +411,8 @@ def test_nothing_is_wider_than_a_phone(viewer: str, browser: "Browser") -> None:
             f"#/recipes/{grpo}/{old}": ".difference td",
         }
         for place, there in pages.items():
-            open_at(page, viewer, place)
+            page.goto("about:blank")
+            page.goto(viewer + place)
             page.locator(there).first.wait_for(state="attached")
             wide = page.evaluate("""() => [...document.querySelectorAll('body *')].filter(e => !e.closest('.plot')
                 && e.getBoundingClientRect().right > 391).map(e => e.tagName + '.' + e.className)""")

@@ -3,7 +3,6 @@
 import json
 import random
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 
 from mcp.server.mcpserver import Image
@@ -17,6 +16,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, StopReason, Trajecto
 from agentfactory.tools.calls.mcp_results import content_of, result_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint_path
 from tests.saved_groups import old_line, write_groups
+from tests.vision_rows import file_of
 
 NASTY = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b>"
 """What a page must show and never run."""
@@ -41,10 +41,7 @@ def tokenizer() -> Tokenizer:
 
 def image(number: int) -> bytes:
     """A PNG that does not compress: about 80 kB, as a screenshot may have."""
-    made = Pillow.frombytes("RGB", (192, 144), random.Random(number).randbytes(192 * 144 * 3))
-    file = BytesIO()
-    made.save(file, "PNG")
-    return file.getvalue()
+    return file_of(Pillow.frombytes("RGB", (192, 144), random.Random(number).randbytes(192 * 144 * 3)))
 
 
 def called(number: int, name: str, arguments: dict, value: object) -> list[Message]:

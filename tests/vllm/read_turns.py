@@ -25,7 +25,6 @@ def read(asked: dict[str, Any]) -> list[Any]:
         enable_auto_tools=True,
         is_harmony=harmony,
     )
-    assert kind is not None
     thinking = asked["thinking"]
     told = {"enable_thinking": thinking, "thinking": thinking, "reasoning_effort": "high" if thinking else "no_think"}
     found: list[Any] = []

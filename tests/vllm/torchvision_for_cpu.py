@@ -14,7 +14,6 @@ if not _has_ops():
 """
 
 spec = find_spec("torchvision")
-assert spec is not None
 assert spec.origin is not None, "torchvision is not installed"
 file = Path(spec.origin).with_name("extension.py")
 if ADDED not in (source := file.read_text(encoding="utf-8")):

@@ -35,6 +35,7 @@ from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.chat_tokenizers import make_tokenizer
+from tests.placement.shapes import sizes
 from tests.server_process import VLLM_PYTHON, serve
 
 STEPS = 2
@@ -66,17 +67,9 @@ def make_model(kind: str, folder: Path) -> Path:
     tokenizer = make_tokenizer()
     network, config, own = MODELS[kind]
     torch.manual_seed(0)
-    sizes = {
-        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
-        **{
-            "initializer_range": 0.1,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            "pad_token_id": None,
-        },
-    }
-    network(config(**sizes, **own)).save_pretrained(folder)
+    shape = {**sizes(128, 96, 2, 4, 2, len(tokenizer)), "max_position_embeddings": 1024, "initializer_range": 0.1}
+    shape |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+    network(config(**shape, **own)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -17,16 +17,7 @@ from tests.server_process import VLLM_PYTHON
 WORKER = Path(__file__).with_name("ipc_worker.py")
 
 
-def start_worker(allowed: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": allowed, "VLLM_LOGGING_LEVEL": "ERROR"}
-    assert VLLM_PYTHON is not None
-    command = [VLLM_PYTHON, str(WORKER)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def exchange(worker: "subprocess.Popen[str]", message: object) -> object:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
     worker.stdin.write(json.dumps(message) + "\n")
     worker.stdin.flush()
     return json.loads(worker.stdout.readline())
@@ -42,7 +33,9 @@ def test_vllms_engine_reads_what_is_sent(allowed: str) -> None:
     # a GPU's handle has fifteen entries; the engine puts its own device's number into the seventh
     handle = (buffer.handles["cpu"][0], capacity, None, None, None, None, 5)
     pickled = base64.b64encode(pickle.dumps({"GPU-of-this-test": handle})).decode()
-    with start_worker(allowed) as worker:
+    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": allowed, "VLLM_LOGGING_LEVEL": "ERROR"}
+    command, pipe = [VLLM_PYTHON, str(WORKER)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as worker:
         exchange(worker, {"packed": True})
         sent = [*parts(state, capacity)]
         assert len(sent) > 2
@@ -56,7 +49,6 @@ def test_vllms_engine_reads_what_is_sent(allowed: str) -> None:
             assert answer == "loaded"
         else:
             digests = exchange(worker, None)
-            assert isinstance(digests, dict)
             assert digests.keys() == state.keys()
             Content(state).check(digests)
     buffer.close()

@@ -160,7 +160,6 @@ class Reader:
     """A process that reads turns with vLLM's parsers."""
 
     def __init__(self, folder: Path) -> None:
-        assert VLLM_PYTHON is not None
         self._folder = folder
         self._process = subprocess.Popen(
             [VLLM_PYTHON, Path(__file__).with_name("read_turns.py")],
@@ -185,12 +184,9 @@ class Reader:
             "tools": [spec.to_openai() for spec in SPECS],
             "turns": turns,
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        found: list[Any] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         self._process.communicate()

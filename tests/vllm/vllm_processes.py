@@ -45,7 +45,6 @@ def serving(recipe: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("ready "):
             return line.split()[1]

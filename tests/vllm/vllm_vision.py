@@ -26,8 +26,7 @@ from agentfactory.rollout.token_row import Row
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model
-from tests.vision_rows import picture
-from tests.worlds.images.test_decode import file_of
+from tests.vision_rows import file_of, picture
 
 SAMPLING = Sampling("policy", 0.7, "c0")
 TOKENS = 40
@@ -51,7 +50,6 @@ def serving(kind: str, folder: Path, server: dict[str, Any], limit: int | None =
     }
     recipe = RolloutRecipe.model_validate(sections)
     renderer = load_renderer(recipe.model, "hermes", tools=False, images=folder / "images")
-    assert isinstance(renderer.images, ShownImages)
     likely = load_file(path / "model.safetensors")
     head = next(name for name in likely if name.endswith("lm_head.weight"))
     for token in renderer.images.vision.banned_token_ids:
@@ -106,7 +104,6 @@ def extend(served: Served, row: Row, messages: list[Message], new: list[Message]
     collapsed = served.images.collapse(row)
     renderer = served.renderer
     added = renderer.extend(collapsed, messages, new, []) if row.token_ids else renderer.open(messages, [])
-    assert added is not None
     row.append_context(*served.images.expand(added, new))
 
 

@@ -155,7 +155,6 @@ def test_a_run_is_evaluated_and_viewed(wheel: Path, programs: Path, place: Path)
 def serving(programs: Path, folder: Path, recipe: str, *overrides: str) -> Iterator[str]:
     command = [str(programs / "agentfactory"), "serve", recipe, *overrides]
     with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         try:
             url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
             yield url.rstrip(";,.")

@@ -111,7 +111,6 @@ async def test_episodes_follow_the_protocol(recipe: Path) -> None:
 def served(recipe: Path, *before: str) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "agentfactory", "worlds", "serve", str(recipe), "--as", "openenv", "--port", "0"]
     with subprocess.Popen([*before, *command], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             url = process.stdout.readline().split()[1]
             assert process.stdout.readline().endswith("recipe: 3 tasks\n")

@@ -12,28 +12,13 @@ import pytest
 import agentfactory
 from agentfactory.base.user_code.entry_points import registered
 from agentfactory.commands.main import main
+from tests.worlds.test_openenv import GARDEN
 
-GARDEN = '''
+WITH_PLOTS = f'''{GARDEN}
+
 from typing import ClassVar
 
-from agentfactory import Environment, TaskSource, tool
-
-
-class Garden(Environment):
-    """Beds that need water."""
-
-    def reset(self, beds: int) -> str:
-        self.dry = beds
-        return f"There are {beds} dry beds."
-
-    @tool
-    def water(self) -> str:
-        """Water a bed."""
-        self.dry -= 1
-        return f"{self.dry} are dry"
-
-    def reward(self) -> float:
-        return float(self.dry == 0)
+from agentfactory import TaskSource
 
 
 class Plots(TaskSource):
@@ -47,7 +32,7 @@ class Plots(TaskSource):
 
     def rows(self) -> list[dict]:
         lines = open(self.file).read().split()
-        return [{"question": "Water every bed.", "beds": int(beds)} for beds in lines]
+        return [dict(question="Water every bed.", beds=int(beds)) for beds in lines]
 '''
 COMMAND = """
 ABOUT = "count the beds of a garden"
@@ -86,7 +71,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A folder on Python's path with the package."""
     folder = tmp_path / "installed"
     install(folder, "gardens", POINTS)
-    (folder / "garden.py").write_text(GARDEN)
+    (folder / "garden.py").write_text(WITH_PLOTS)
     (folder / "beds.py").write_text(COMMAND)
     (tmp_path / "plots.txt").write_text("1\n2\n")
     monkeypatch.chdir(tmp_path)
@@ -133,7 +118,7 @@ def test_a_recipe_names_a_world_of_another_package(own_process: Run, capsys: pyt
     status, checked, told = run(RECIPE, *check)
     assert status == 0, checked + told
     assert "There are 1 dry beds." in checked
-    assert "0 are dry" in run(RECIPE, "tools", "call", "recipe.yaml", "water")[1]
+    assert "all wet" in run(RECIPE, "tools", "call", "recipe.yaml", "water")[1]
     assert run(RECIPE, "beds", "plots.txt")[1] == "3\n"
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -91,7 +91,7 @@ def fastest_dtype(model: str, tell: bool) -> str:
 
 def width_of(model: str) -> int:
     """Return the hidden size of a model in a folder, or that of small pretrained models where it is unknown."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         return int(config.get("hidden_size") or config["text_config"]["hidden_size"])
     return WIDTHS[1]

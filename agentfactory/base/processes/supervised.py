@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -99,6 +100,7 @@ class Inside:
         self._lines: list[str] = []
         self._dump = ""
         self._shows = False
+        self._spent = 0.0  # CPU seconds at the last call of `had`
 
     def close(self) -> None:
         self._pipe.close()
@@ -125,6 +127,22 @@ class Inside:
             return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         return False
 
+    def had(self, seconds: float) -> float:
+        """Return how many of the last `seconds` the process ran or slept, and did not wait for a processor or disk."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            before, self._spent = self._spent, sum(process.cpu_times()[:2])
+            if process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
+                return min(seconds, self._spent - before)
+        return seconds
+
+    def place_at_end(self) -> str | None:
+        """Return the place in user code that keeps a process from its end: no daemon thread does."""
+        stack = [(place.file, place.function) for place in self._stack_of(self.pid)]
+        return self.place(main_only=(threading.__file__, "_shutdown") not in stack)
+
     def place(self, main_only: bool = False) -> str | None:
         """Return the place in user code at which the process is: that of its busiest thread with user code, or with
         `main_only` of its main thread. None if there is none, or if it shows no stacks."""
@@ -137,7 +155,7 @@ class Inside:
             time.sleep(_MEASURED_SECONDS)
             more = {thread: seconds - spent.get(thread, seconds) for thread, seconds in self._times().items()}
             threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
-        return next(filter(None, map(self._place_of, threads)), None)
+        return next(filter(None, map(described, map(self._stack_of, threads))), None)
 
     def _times(self) -> dict[int, float]:
         import psutil
@@ -146,19 +164,21 @@ class Inside:
             return {each.id: each.user_time + each.system_time for each in psutil.Process(self.pid).threads()}
         return {}
 
-    def _place_of(self, thread: int) -> str | None:
-        """Return the place in user code at which one thread is; None if there is none, or it does not answer."""
+    def _stack_of(self, thread: int) -> list[watch.Place]:
+        """Return the stack of a thread; an empty one if it does not answer."""
+        if not self._shows:
+            return []
         self._dump, libc = "", ctypes.CDLL(None)
         # older C libraries can only ask the main thread
         ask = getattr(libc, "tgkill", lambda pid, thread, number: libc.kill(pid, number))
         if ask(self.pid, thread, _asking()) != 0:
-            return None
+            return []
         until, length = time.monotonic() + _DUMP_SECONDS, 0
         while time.monotonic() < until and not 0 < length == len(self._dump):
             length = len(self._dump)
             time.sleep(_POLL_SECONDS)
             self._read()
-        return described(parsed_dump(self._dump))
+        return parsed_dump(self._dump)
 
     def _read(self) -> None:
         text = ""
@@ -325,6 +345,7 @@ class _Supervisor:
             os.kill(self._child, found.si_signo)
 
     def _look(self, seconds: float, now: float) -> None:
+        seconds = self._inside.had(seconds)
         self._silent += seconds
         self.hear()
         if self._inside.is_stopped():
@@ -332,8 +353,8 @@ class _Supervisor:
             return
         if self.returned is not None:
             before, self._leaving = self._leaving, self._leaving + seconds
-            # without user code, it unloads libraries, which takes long on a busy machine
-            if before < QUIET_SECONDS <= self._leaving and (where := self._inside.place()) is not None:
+            # without user code, it unloads libraries
+            if before < QUIET_SECONDS <= self._leaving and (where := self._inside.place_at_end()) is not None:
                 watch.say(f"the command is done, and its process has not ended: {where}")
             if self._leaving >= _LEAVE_SECONDS:
                 watch.say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")

@@ -4,6 +4,7 @@ import filecmp
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -110,14 +111,21 @@ def _said(error: BaseException) -> str:
         return "an error whose __str__ raises another"
 
 
+def fix_of_old_mcp(text: str) -> str | None:
+    """Return the fix of an error, in `text`, that code for version 1 of mcp raises with version 2; None for others."""
+    is_one = re.search(r"'Server' object has no attribute '\w+'|(?:ModuleNotFound|Import)Error: .*['\"]mcp\b", text)
+    fix = "AgentFactory needs version 2 of mcp: change the code (https://py.sdk.modelcontextprotocol.io/v2/migration/)"
+    return fix if is_one else None
+
+
 def _fix(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "do not end the program when the file is imported"
+    if (fix := fix_of_old_mcp(f"{type(error).__name__}: {_said(error)}")) is not None:
+        return f"{fix}, or {OWN_ENVIRONMENT}"
     if not isinstance(error, ImportError):
         return "correct the file"
     first = (error.name or "").partition(".")[0]
-    if first == "mcp":
-        return f"AgentFactory needs version 2 of mcp: change the import, or {OWN_ENVIRONMENT}"
     if "no known parent package" in _said(error):
         return "import a file of the same folder by `import NAME`, without a dot"
     if not isinstance(error, ModuleNotFoundError):

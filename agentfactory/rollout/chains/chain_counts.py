@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 
-from agentfactory.base.activity import clock
+from agentfactory.base.run_notices import clock
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 
 _LOOK_SECONDS = 2.0
+_ENOUGH = 0.02
+"""Share of the tokens from which their rate, after the prompts, tells something about the time left."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ COUNTS = ChainCounts()
 
 
 def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig) -> Callable[[float], str]:
-    """Return a function for `activity.doing` that describes the chains that have not ended yet."""
+    """Return a function for `doing` that describes the chains that have not ended yet."""
     before = counts()
     # the chains that still run belong to it
     before = replace(before, asked=before.ended, begun=before.ended)
@@ -62,7 +64,7 @@ def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig)
             return f"waiting for the first chain, {seconds:.0f} s so far"
         told = f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {tokens / seconds:,.1f} tokens/s"
         done = max(ended, tokens / longest) / asked
-        if 0 < done < 1:
+        if (0 if ended else _ENOUGH) < done < 1:
             # before the first chain has ended, all could become as long as they may
             told += f", {'about' if ended else 'at most'} {clock(seconds * (1 - done) / done)} left"
         return f"sampling: {told}"

@@ -76,8 +76,9 @@ class ServerConfig(Choice):
     max_num_seqs: PositiveInt = 128
     """Maximum number of sequences decoded in a batch."""
     quantization: str | None = None
-    """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8 or
-    int4, which rounds weights without saving memory, to test how rounding affects learning."""
+    """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8, in
+    which a CPU computes several times as fast as in float32. On a GPU it only rounds the weights, as int4 does, to test
+    how rounding affects learning."""
 
     @property
     def urls(self) -> list[str]:

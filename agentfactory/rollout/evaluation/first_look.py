@@ -11,9 +11,9 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from agentfactory.base.activity import clock
 from agentfactory.base.errors import plural
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
+from agentfactory.base.run_notices import clock
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.rules import offered
@@ -65,6 +65,8 @@ class Look:
     failed: int = 0
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
+    own: int = 0
+    """Those of them in which no turn calls a tool of the recipe: the agent's code does, or the tool is the agent's."""
     malformed: int = 0
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""
@@ -192,9 +194,10 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
             continue
         look.first_turns += 1
         text = split_reasoning(text_of(message.get("content") or ""), opened=False)[2]
-        names = {call["function"]["name"] for call in message.get("tool_calls") or []}
+        names = _called_in(message)
+        look.own += offer.own_loop and calls_tool(chain) and not any(offered & _called_in(m) for m in chain.messages)
         # an agent may bring tools that the recipe does not know, and its requests may offer none
-        called = bool(names) and (not offered or names <= offered)
+        called = bool(names) and (offer.own_loop or not offered or names <= offered)
         if called or (reads_text and reads_call(offer.parser, text, offer.specs)):
             look.read += 1
         elif not calls_tool(chain):
@@ -202,6 +205,10 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
         if len(look.shown) < SHOWN_TURNS:
             verdict = str(chain.outcome) if chain.reward is None else f"reward {chain.reward:g}"
             look.shown.append(f"({verdict}) {_shown(message)}")
+
+
+def _called_in(message: Message) -> set[str]:
+    return {call["function"]["name"] for call in message.get("tool_calls") or []}
 
 
 def _first_turn(chain: Trajectory) -> Message | None:
@@ -291,8 +298,9 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
 
 
 def _calls(look: Look) -> str:
+    own = f" ({look.own} of them the agent's own, or in its own code)" if look.own else ""
     told = [
-        f"{look.called} of {look.chains} chains called a tool",
+        f"{look.called} of {look.chains} chains called a tool{own}",
         f"{look.malformed} had a malformed turn",
         f"{look.cut} had a turn cut at rollout.max_tokens={look.offer.config.max_tokens}",
     ]

@@ -23,10 +23,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from agentfactory.base.activity import doing
 from agentfactory.base.processes import environment, parent_watch
 from agentfactory.base.processes.supervised import HOLDS_LOCK, Inside, ended_by
-from agentfactory.base.run_notices import Notice, inform, log, notify
+from agentfactory.base.run_notices import Notice, doing, inform, log, notify
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.base.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS
 from agentfactory.rollout.chains.chain_counts import ChainCounts, describe_progress

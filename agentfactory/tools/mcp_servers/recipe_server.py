@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcp_types import Tool
 
@@ -16,7 +18,7 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
-from agentfactory.tools.mcp_servers.server_entry import Target
+from agentfactory.tools.mcp_servers.server_entry import Target, files_of_all
 from agentfactory.tools.mcp_servers.server_messages import REPAIR
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,12 @@ PROCESS_BYTES = 75 << 20
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
+
+
+def _state_of(file: Path) -> list[int]:
+    """Return sizes of a file, and of a database's log beside it, and the time of its last change; empty without one."""
+    found = [path.stat() for path in (file, Path(f"{file}-wal")) if os.path.isfile(path)]
+    return [each.st_size for each in found] + [each.st_mtime_ns for each in found[:1]]
 
 
 class ToolServer:
@@ -60,6 +68,8 @@ class ToolServer:
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
+        self._files: dict[Path, list[int]] = {}  # of all chains -> state when the first process was ready
+        self._ended = 0  # chains
         self._listed: dict[str, Tool] | None = None  # the tools that the run began with
 
     @property
@@ -84,6 +94,7 @@ class ToolServer:
             self._first.append(connection)
             self._pool = self._instances()
             self._pool.advance()
+            self._files = {file: _state_of(file) for file in files_of_all(self._target)}
             return
         self._shared = connection
         if self.config.module is not None:
@@ -193,6 +204,13 @@ class ToolServer:
 
     async def _retire(self, connection: Connection) -> None:
         """Close a connection. If its process took more memory than assumed, lower the pool's capacity."""
+        self._ended += 1
+        changed = [file for file, before in self._files.items() if _state_of(file) != before]
+        if changed and self._ended > 1:
+            self._files = {}
+            text = f"tool server {self.name}: chains have changed {changed[0]}, and each sees what the others wrote"
+            fix = f"write {CHAIN} in place of its folder, and name that as `workspace`; or, if meant, isolation: shared"
+            notify(logger, f"files of {self.name}", f"{text}; fix: {fix}")
         if connection.pid is not None and connection.alive:
             taken = await asyncio.to_thread(memory_of, connection.pid)
             if taken > self._each:

@@ -26,6 +26,7 @@ from agentfactory.base.errors import short
 from agentfactory.base.http.proxies import Proxy, proxy_for, through
 from agentfactory.base.messages import CallError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
+from agentfactory.base.user_code.loading import fix_of_old_mcp
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE
 from agentfactory.tools.environments.environment_host import ANCHOR
@@ -316,6 +317,8 @@ class Connection:
             self._lost()
         stderr = self._stderr_tail.strip()
         end = f"; the end of its stderr:\n{stderr}" if stderr else ""
+        if fix := fix_of_old_mcp(stderr):
+            end += f"\n; fix: {fix}, or set mcp_servers.{self.name}.command to a Python with mcp<2"
         return f"{_where(self._target)}: {reason}{through(self._proxy)}{end}"
 
     @asynccontextmanager

@@ -91,6 +91,21 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     return ChainProgram(program, template)
 
 
+_UNSHARED = ("", ".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".log")
+"""Endings of words, programs and logs, which chains do not see."""
+
+
+def files_of_all(target: Target) -> list[Path]:
+    """Return what may be files in a program's arguments and variables, and without `${chain}` belongs to all chains."""
+    program = target.program if isinstance(target, ChainProgram) else target
+    if not isinstance(program, StdioServerParameters):
+        return []
+    # also after `=`, and addresses such as sqlite:///notes.db
+    texts = (re.split(r"=|\w+:///", given)[-1] for given in (*program.args, *(program.env or {}).values()))
+    files = [Path(program.cwd or "", text) for text in texts]
+    return [file for file in dict.fromkeys(files) if file.suffix not in _UNSHARED and CHAIN not in str(file)]
+
+
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
     """Check an entry's variables and folders; paths below `prepared` need not exist. Raises SettingError."""
     prefix = f"mcp_servers.{name}"

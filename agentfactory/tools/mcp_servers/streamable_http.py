@@ -1,15 +1,17 @@
 """The streamable HTTP transport: its messages bounded and repaired, and refusals of a server, or of a gateway before
 it, that contain no JSON-RPC message."""
 
+import inspect
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
 import httpx2
+import mcp.client.streamable_http as of_sdk
 from mcp import Client
 from mcp.client.session import MessageHandlerFnT
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
@@ -27,6 +29,9 @@ _OF_GATEWAYS = (401, 402, 403, 407, 408, 429, 502, 503, 504)
 """Statuses that refuse a request before any tool gets it, even if the body is a JSON-RPC error."""
 _BODY_BYTES = 4096
 _SHOWN = 200
+if is_before_2_2 := "max_sse_event_size" not in inspect.signature(streamable_http_client).parameters:
+    # the SDK leaves events httpx2's bound of 1 MiB; `MessageFilter` has a wider one
+    vars(of_sdk)["EventSource"] = partial(vars(of_sdk)["EventSource"], max_event_size=None)
 
 
 @asynccontextmanager
@@ -77,7 +82,8 @@ async def http_client(
         proxy=None if proxy is None else proxy.url,
         trust_env=False,
     ) as http:
-        transport = streamable_http_client(url, http_client=http, max_sse_event_size=most_bytes(result_bytes))
+        bound: dict[str, Any] = {} if is_before_2_2 else {"max_sse_event_size": most_bytes(result_bytes)}
+        transport = streamable_http_client(url, http_client=http, **bound)
         mode = "legacy" if target.session else "auto"
         async with Client(transport, cache=None, mode=mode, message_handler=receive) as client:
             yield client

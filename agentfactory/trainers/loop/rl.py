@@ -27,9 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 from accelerate import Accelerator
 
-from agentfactory.base.activity import doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import give_back_freed
+from agentfactory.base.run_notices import doing
 from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.weight_versions import Published, WeightVersions

@@ -302,23 +302,17 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
     return alike
 
 
-def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
-    """Return the tokens that the network cannot tell apart: written ones by its head, all needed by its embedding."""
-    tokens.check(len(table_of(network.get_input_embeddings())))
-    written, read = tokens.written.values(), tokens.read.values()
-    head = find_alike("head", table_of(network.get_output_embeddings()), written)
-    return find_alike("embedding", table_of(network.get_input_embeddings()), [*written, *read]) | head
-
-
-def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None) -> list[int]:
+def tokens_to_train(embedding: Tensor, head: Tensor, recipe: TrainRecipe, needs: TokenNeeds | None) -> list[int]:
     """Return the ids of the tokens whose rows the recipe trains beside its adapter (model.lora.trainable_tokens).
-    Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so.
-    If all weights are trained, warn."""
+    Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so:
+    a written one by its head, any by its embedding. If all weights are trained, warn."""
     lora = recipe.model.lora
     asked = lora.trainable_tokens if lora is not None else None
     if needs is None:
         return []
-    alike = untrained_tokens(network, needs.tokens)
+    needs.tokens.check(len(embedding))
+    written, read = needs.tokens.written.values(), needs.tokens.read.values()
+    alike = find_alike("embedding", embedding, [*written, *read]) | find_alike("head", head, written)
     if lora is None:
         if alike:
             fix = "they are learned slowly: watch the share of malformed turns, or choose another rollout.parser"

@@ -43,15 +43,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses four bits per
     weight. Under fsdp2 it is on the CPU: see `load_on_rank_0`. Raises SettingError if it cannot be trained."""
     config, device = recipe.model, torch.device(device)
-    if config.dtype == "float16":
-        raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
-    if (Path(config.path) / "adapter_config.json").exists():
-        fix = "set it to the base that its adapter_config.json names, and model.lora.from to this folder"
-        raise SettingError("model.path", f"{config.path} holds a LoRA adapter, not a model", fix)
+    architecture = trainable_config(recipe, partial(transformers.AutoConfig.from_pretrained, trust_remote_code=False))
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-    if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
-        check_lengths(architecture.to_dict(), {"rollout.max_total_tokens": recipe.rollout.max_total_tokens})
     kind = class_of(architecture)
     load = partial(kind.from_pretrained, config.path, dtype=dtype, trust_remote_code=False)
     if config.lora and config.lora.quantization:
@@ -66,6 +59,20 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     if recipe.train.strategy == "fsdp2":
         return load_on_rank_0(load, kind, config.path, dtype)
     return load().to(device)
+
+
+def trainable_config(recipe: TrainRecipe, load: Callable[[str], Any]) -> Any:
+    """Return the configuration of `model.path`, which `load` reads. Raises SettingError if it cannot be trained."""
+    config = recipe.model
+    if config.dtype == "float16":
+        raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
+    if (Path(config.path) / "adapter_config.json").exists():
+        fix = "set it to the base that its adapter_config.json names, and model.lora.from to this folder"
+        raise SettingError("model.path", f"{config.path} holds a LoRA adapter, not a model", fix)
+    architecture = load(config.path)
+    if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
+        check_lengths(architecture.to_dict(), {"rollout.max_total_tokens": recipe.rollout.max_total_tokens})
+    return architecture
 
 
 def class_of(config: Any) -> Any:

@@ -163,7 +163,8 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
 
     def checked() -> tuple[Batching, list[int]]:
         check_head(network)
-        return resolve_batching(network, recipe.train), lora.tokens_to_train(network, recipe, needs)
+        embedding, head = map(table_of, (network.get_input_embeddings(), network.get_output_embeddings()))
+        return resolve_batching(network, recipe.train), lora.tokens_to_train(embedding, head, recipe, needs)
 
     # the checks compute with the weights
     batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from agentfactory.base.activity import counted, doing
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import keep_freed_memory, return_freed_memory
+from agentfactory.base.run_notices import counted, doing
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.token_row import Row

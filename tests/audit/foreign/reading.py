@@ -12,9 +12,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def record_of(path: str | Path) -> Record:
-    record = read(DATA / path)
-    assert record is not None
-    return record
+    return read(DATA / path)
 
 
 def groups_of(path: str | Path) -> list[Seen]:

@@ -4,7 +4,6 @@ import json
 import os
 import random
 from base64 import b64encode
-from io import BytesIO
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_template
+from tests.vision_rows import file_of
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,12 +44,6 @@ def look(width: int, height: int, seed: int = 0, count: int = 1) -> str:
 def picture(seed: int, size: tuple[int, int] = (90, 60), mode: str = "RGB") -> Image.Image:
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
     return small.resize(size).convert(mode)
-
-
-def file_of(image: Image.Image) -> bytes:
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, tmp_path):

@@ -14,7 +14,6 @@ CALL = ToolCall("1", "t", {})
 
 def check(case: Answer, result: ToolResult) -> None:
     if "cannot be read" in case.reads:
-        assert isinstance(result.content, str)
         assert result.content.startswith(str(case.reads))
         assert "pydantic.dev" not in result.content
     else:

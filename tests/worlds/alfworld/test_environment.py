@@ -1,7 +1,10 @@
-"""The environment: won and lost chains, actions, limits, ended processes."""
+"""The environment: won and lost chains, actions, limits, ended processes. Folders in the published layout: the
+published loader accepts ours, and ours accepts the same games as it does."""
 
 import asyncio
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +16,15 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
-from agentfactory.worlds.alfworld.games import GeneratedGames
+from agentfactory.worlds.alfworld.games import FOLDER, GeneratedGames, Split
 from agentfactory.worlds.alfworld.generator import TaskType
-from agentfactory.worlds.alfworld.write_games import check
+from agentfactory.worlds.alfworld.write_games import check, write_games
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
@@ -64,7 +68,6 @@ async def win(toolset: Toolset, games: GeneratedGames, row: dict[str, Any]) -> d
         for action in games.game(row["game"]).walkthrough:
             assert "Nothing happens" not in await act(session, action)
         judged = await session.reward()
-        assert judged is not None
         return {"reward": judged.reward, **judged.metrics}
 
 
@@ -85,7 +88,6 @@ def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(
     for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
         assert environment.action(action) == "Nothing happens."
     last = environment.action("look")
-    assert isinstance(last, Finish)
     assert last.value.startswith("You are in the middle of a room.")
     assert environment.reward() == {"reward": 0.0, "success": 0.0, "steps": 9.0}
     opening = environment.reset(TWO_BOOKS, task_type="pick_two_obj_and_place")
@@ -130,7 +132,6 @@ async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(
                     ended.append(str(error))
                     continue
                 judged = await session.reward()
-                assert judged is not None
                 assert judged.reward == 1.0
             assert len(ended) == 1
             assert "ALFWorld's process ended (status -9), with this chain's game in it" in ended[0]
@@ -239,3 +240,123 @@ def test_the_visit_on_the_page_is_what_the_game_shows(environment: AlfWorld) -> 
         else:
             assert shown.replace("\n", " ").replace("  ", " ") == text
     assert environment.reward()["reward"] == 1.0
+
+
+# ---- folders in the published layout
+
+
+COUNTS = {Split.TRAIN: 6, Split.VALID_SEEN: 1, Split.VALID_UNSEEN: 1}
+
+PUBLISHED = """
+import json, os, sys
+
+data = os.environ["ALFWORLD_DATA"] = sys.argv[1]  # the engine overwrites sys.argv
+from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv
+
+config = {
+    "dataset": {
+        "data_path": "$ALFWORLD_DATA/json_2.1.1/train",
+        "eval_id_data_path": "$ALFWORLD_DATA/json_2.1.1/valid_seen",
+        "eval_ood_data_path": "$ALFWORLD_DATA/json_2.1.1/valid_unseen",
+        "num_train_games": -1,
+        "num_eval_games": -1,
+    },
+    "env": {
+        "task_types": [1, 2, 3, 4, 5, 6], "domain_randomization": False, "goal_desc_human_anns_prob": 0,
+        "expert_type": "handcoded",
+    },
+    "general": {"training_method": "dqn"},
+    "rl": {"training": {"max_nb_steps_per_episode": 50}},
+}
+if __name__ == "__main__":
+    listed, played = [], {}
+    for split in ("train", "eval_in_distribution", "eval_out_of_distribution"):
+        loader = AlfredTWEnv(config, train_eval=split)
+        listed += [os.path.relpath(os.path.dirname(file), data + "/json_2.1.1") for file in loader.game_files]
+        environment = loader.init_env(batch_size=1)
+        for _ in range(2 if split == "train" else 1):
+            (shown,), infos = environment.reset()
+            file, seen = infos["extra.gamefile"][0], [[shown, infos["admissible_commands"][0]]]
+            for action in json.load(open(file))["walkthrough"]:
+                (shown,), _, _, infos = environment.step([action])
+                seen.append([shown, infos["admissible_commands"][0]])
+            played[os.path.relpath(os.path.dirname(file), data + "/json_2.1.1")] = [infos["won"][0], seen]
+    print("\\n" + json.dumps([listed, played]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alfworld")
+    files = [*write_games(engine, folder, COUNTS, at_once=2)]
+    assert len(files) == 8
+    assert all(file.is_file() for file in files)
+    return folder
+
+
+def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
+    folder: Path, tmp_path: Path, opened: Open
+) -> None:
+    (tmp_path / "published.py").write_text(PUBLISHED)
+    command = own_python(str(tmp_path / "published.py"), str(folder), executable=PYTHON)
+    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=tmp_path).stdout
+    listed, played = json.loads(out.splitlines()[-1])
+    ours = (alfworld_tasks(split, data=str(folder), python=PYTHON) for split in Split)
+    assert sorted(listed) == sorted(row["game"] for rows in ours for row in rows)
+    assert len(played) == 4
+    environment = opened(AlfWorld, data=str(folder), python=PYTHON, processes=1)
+    for game, (won, seen) in played.items():
+        assert won
+        content = json.loads((folder / FOLDER / game / "game.tw-pddl").read_text())
+        assert environment.reset(game) == seen[0][0]
+        for action, (shown, admissible) in zip(content["walkthrough"], seen[1:], strict=True):
+            scene = environment._play.act(action)
+            assert (scene.observation, [*scene.admissible]) == (shown, admissible)
+
+
+def test_a_folder_in_the_published_layout_is_played_by_our_chains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
+) -> None:
+    monkeypatch.setenv("ALFWORLD_DATA", str(folder))
+    (row,) = alfworld_tasks("valid_unseen", data="$ALFWORLD_DATA", python=PYTHON)
+    assert row["game"].startswith("valid_unseen/pick_and_place_simple-")
+    for data in ("$ALFWORLD_DATA", str(folder / FOLDER)):
+        environment = opened(AlfWorld, data=data, python=PYTHON, processes=1)
+        environment.reset(**row)
+        content = json.loads((folder / FOLDER / row["game"] / "game.tw-pddl").read_text())
+        results = [environment.action(action) for action in content["walkthrough"]]
+        assert [isinstance(result, Finish) for result in results] == [False] * (len(results) - 1) + [True]
+        assert environment.reward()["success"] == 1.0
+        with pytest.raises(ValueError, match=r"game: got 'train/none', and there is no file /.*/train/none/ga"):
+            environment.reset("train/none")
+        for name in (f"../{FOLDER}/{row['game']}", str(folder / FOLDER / row["game"])):
+            with pytest.raises(ValueError, match=r"there is no file .* in the folder of games"):
+                environment.reset(name)
+
+
+def test_what_the_published_loader_leaves_out_is_left_out(folder: Path) -> None:
+    first, *others = (row["game"] for row in alfworld_tasks("train", data=str(folder), python=PYTHON))
+    game = folder / FOLDER / first / "game.tw-pddl"
+    trajectory = (game.with_name("traj_data.json")).read_text()
+    content = json.loads(game.read_text())
+    added = {
+        "train/pick_and_place_with_movable_recep-Mug-Bowl-Desk-301/trial_1": (trajectory, content),
+        "train/pick_and_place_simple-AppleSliced-None-Desk-301/trial_1": (trajectory, content),
+        "train/pick_and_place_simple-Apple-None-Desk-301/trial_1": (trajectory, content | {"solvable": False}),
+        "train/pick_and_place_simple-Apple-None-Desk-301/trial_2": (trajectory, {"pddl_problem": ""}),
+        "train/pick_and_place_simple-Apple-None-Desk-301/trial_3": (trajectory, None),
+        "train/pick_and_place_simple-Apple-None-Desk-301/trial_4": ('{"task_type": "cook"}', content),
+    }
+    for name, (text, data) in added.items():
+        place = folder / FOLDER / name
+        place.mkdir(parents=True)
+        (place / "traj_data.json").write_text(text)
+        if data is not None:
+            (place / "game.tw-pddl").write_text(json.dumps(data))
+    try:
+        assert [row["game"] for row in alfworld_tasks("train", data=str(folder), python=PYTHON)] == [first, *others]
+        (only,) = alfworld_tasks("train", str(folder), ["pick_cool_then_place_in_recep"], PYTHON)
+        assert only["task_type"] == "pick_cool_then_place_in_recep"
+    finally:
+        for name in added:
+            shutil.rmtree(folder / FOLDER / name)

@@ -34,7 +34,6 @@ def rows(**fields: Any) -> list[dict[str, Any]]:
 async def test_the_name_alone_gives_tasks_and_world() -> None:
     data = DataConfig.model_validate({"gym": {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "tasks": 3}})
     assert data.world == "gym"
-    assert data.registered is not None
     tasks = data.registered[1].rows()
     assert [task["seed"] for task in tasks] == [0, 1, 2]
     async with open_toolset(RECIPE, Path.cwd()) as toolset:
@@ -51,7 +50,6 @@ async def test_the_name_alone_gives_tasks_and_world() -> None:
             assert last.finish
             assert "The episode has ended. Return: 1." in str(last.content)
             judged = await session.reward()
-    assert judged is not None
     assert judged.reward == 1
     assert judged.metrics == {"steps": 6, "ended": 1, "success": 1}
 
@@ -61,7 +59,6 @@ async def test_pixels() -> None:
     (task, _) = rows(id="CartPole-v1", render_mode="rgb_array")
     async with open_toolset(RECIPE, Path.cwd()) as toolset, toolset.chain("a", task) as session:
         shown = (await act(session, 1)).content
-    assert isinstance(shown, list)
     assert [part["type"] for part in shown] == ["image_url"]
 
 

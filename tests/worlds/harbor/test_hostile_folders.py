@@ -349,7 +349,6 @@ def state(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def contents(workspace: Path | None) -> Iterator[str]:
-    assert workspace is not None
     for path in workspace.rglob("*"):
         assert not path.is_symlink() or not path.lstat().st_mode & stat.S_ISUID
         if stat.S_ISREG((about := path.lstat()).st_mode):

@@ -4,7 +4,6 @@ import random
 import struct
 import warnings
 import zlib
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,9 @@ import pytest
 from PIL import Image
 
 from agentfactory.tools.images.decode import decode, size_of
+from tests.vision_rows import file_of
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
-
-
-def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:

@@ -58,7 +58,6 @@ async def test_an_address_gives_tasks_and_a_world() -> None:
     async with LineServer(places=1).serve() as server:
         data = DataConfig.model_validate({"openenv": {"url": f"{server.url}/", "tasks": 3, "success_return": 0.5}})
         assert data.world == "openenv"
-        assert data.registered is not None
         tasks = await asyncio.to_thread(data.registered[1].rows)
         assert [(task["question"], task["seed"]) for task in tasks] == [("Move to the goal.", n) for n in range(3)]
         async with playing() as toolset:
@@ -88,8 +87,6 @@ async def test_an_address_gives_tasks_and_a_world() -> None:
             # the only place of the server is free again
             async with toolset.chain("b", tasks[0]) as session:
                 early = await session.reward()
-        assert judged is not None
-        assert early is not None
         assert (judged.reward, judged.metrics) == (0.75, {"steps": 2, "ended": 1, "success": 1})
         assert (early.reward, early.metrics) == (0, {"steps": 0, "ended": 0, "success": 0})
         await until(lambda: server.sessions == 0)
@@ -156,7 +153,6 @@ async def test_a_step_that_is_given_up_counts_once_it_is_answered(monkeypatch: p
             server.may_answer.set()
             assert "You are at 0, the goal is 2" in str((await act(session, by=1)).content)
             judged = await session.reward()
-        assert judged is not None
         assert (judged.reward, judged.metrics["steps"]) == (-0.5, 2)
         # a chain that ends during a step does not wait for its answer
         monkeypatch.setattr(server_module, "_CLOSE_SECONDS", 0.05)
@@ -225,7 +221,6 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
                 judged = await session.reward()
             async with toolset.chain("b", in_address[0]) as session:
                 assert (await act(session, tool_name="end_episode")).finish
-        assert judged is not None
         assert (judged.reward, judged.metrics) == (1, {"steps": 3, "ended": 1})
 
 
@@ -234,7 +229,6 @@ def openenvs_server(python: str, places: int) -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(Path(__file__).with_name("openenv_app.py")), str(places)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         try:
             yield wait_for(process.stdout.readline, 120).strip()
         finally:
@@ -253,12 +247,10 @@ async def test_openenvs_own_server_with_plain_actions(openenv_python: str) -> No
                 assert "Input should be less than or equal to 2" in str((await act(session, by=9)).content)
                 assert (await act(session, by=1, note="crash")).content == "ValueError: crashed"
                 step = await act(session, by=1)
-                assert isinstance(step.content, list)
                 assert [part["type"] for part in step.content] == ["text", "text", "image_url"]
                 assert step.content[0]["text"] == "text: You are at 1, the goal is 2."
                 assert (await act(session, by=1)).finish
                 judged = await session.reward()
-                assert judged is not None
                 assert judged.reward == 0.75
             async with toolset.chain("b", tasks[0]), toolset.chain("c", tasks[1]) as dying:
                 with pytest.raises(ToolInfrastructureError, match="Server at capacity: 2/2"):

@@ -5,10 +5,10 @@ from io import BytesIO
 from typing import Any
 
 import pytest
-from mcp_types import ImageContent
 from PIL import Image
 
 from agentfactory.worlds.openenv.words import calls_tools, in_words, shown, tools_in_words
+from tests.vision_rows import file_of
 
 METADATA = {"metadata": {"type": "object"}}
 
@@ -47,9 +47,7 @@ def test_calls_of_tools_are_recognized() -> None:
 
 
 def png() -> str:
-    file = BytesIO()
-    Image.new("RGB", (9, 9), "red").save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(file_of(Image.new("RGB", (9, 9), "red"))).decode()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +84,8 @@ def test_text_stays_and_other_values_are_json(
 )
 def test_images_are_images(value: Any) -> None:
     found = shown({"text": "a", "screen": value}, None)
-    assert isinstance(found, list)
     *texts, image = found
     assert texts == ["text: a", "screen:"]
-    assert isinstance(image, ImageContent)
     with Image.open(BytesIO(base64.b64decode(image.data))) as decoded:
         assert decoded.size == (9, 9)
         assert decoded.convert("RGB").getpixel((4, 4)) == (255, 0, 0)

@@ -45,5 +45,4 @@ async def follow(session: ToolSession, path: Sequence[str]) -> tuple[dict[str, f
         if results[-1].finish:
             break
     judged = await session.reward()
-    assert judged is not None
     return {"reward": judged.reward, **judged.metrics}, results

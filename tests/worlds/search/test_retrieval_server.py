@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from agentfactory.base.http.server_keys import key_header
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.sources import RetrievalClient
+from tests.tools.conftest import running
 from tests.waiting import wait_for
 from tests.worlds.search.corpora import PLAYS, index_of
 
@@ -23,15 +23,8 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     folder = index_of(tmp_path_factory.mktemp("retrieval"))
-    command = [sys.executable, "-m", "agentfactory", "index", "serve", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            ready, address = process.stdout.readline().split()
-            assert ready == "ready"
-            yield address, process
-        finally:
-            process.kill()
+    with running("-m", "agentfactory", "index", "serve", str(folder), "--port", "0") as (process, address):
+        yield address, process
 
 
 def _post(address: str, body: Any) -> tuple[int, Any]:

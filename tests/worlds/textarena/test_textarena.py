@@ -131,8 +131,6 @@ async def test_chains_play_and_are_judged() -> None:
         async with toolset.chain("stops", tasks[1]) as session:
             await session.call(ToolCall("1", "act", {"move": "[4]"}))
             resigned = await session.reward()
-    assert won is not None
-    assert resigned is not None
     assert (won.reward, won.metrics) == (1, {"success": 1, "moves": 4, "illegal": 1, "finished": 1})
     assert (resigned.reward, resigned.metrics["finished"]) == (-1, 0)
 

@@ -1,7 +1,6 @@
 """Environments of verifiers in AgentFactory: the source's errors, and real ones, played by verifiers itself."""
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -17,7 +16,7 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.verifiers.tasks import VerifiersAgent, VerifiersSource
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.scripted_chains import Scripted, call, scripted_chains
 
 PYTHON = os.environ.get("AGENTFACTORY_VERIFIERS_PYTHON", "")
 real = [
@@ -139,10 +138,6 @@ def source(folder: Path, name: str, **fields: Any) -> VerifiersSource:
     return VerifiersSource(python=PYTHON, id=name, folder=str(folder), **fields)
 
 
-def call(**arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'open_box', 'arguments': arguments})}\n</tool_call>"
-
-
 @asynccontextmanager
 async def played(folder: Path, texts: Callable[[str], str], **rollout: Any) -> AsyncIterator[Scripted]:
     fields = {"tools": [], "rewards": [], "rollout": rollout}
@@ -219,7 +214,7 @@ class TestReal:
 
         def reply(prompt: str) -> str:
             opened = prompt.count("box was opened")
-            return "done" if opened == 2 else call(name="red" if opened else "green")
+            return "done" if opened == 2 else call("open_box", name="red" if opened else "green")
 
         async with played(folder, reply) as chains:
             found, missed = await asyncio.gather(*(run(chains, row, f"c{n}") for n, row in enumerate(rows)))
@@ -250,7 +245,6 @@ class TestRecipe:
 
     def test_the_source_brings_its_agent(self, tmp_path: Path) -> None:
         found = recipe(data=rows_of("a"))
-        assert found.rollout.agent is not None
         assert (found.rollout.agent.name, found.rollout.agent.reports) == ("verifiers", True)
         assert isinstance(load_agent(found.rollout.agent, tmp_path), VerifiersAgent)
         # a saved recipe names it

@@ -22,7 +22,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
 
     from agentfactory.rollout.inference.embedded.embedded_server import Server
     from agentfactory.rollout.inference.embedded.engine import Engine
-    from agentfactory.rollout.inference.embedded.packed_linear import quantize
+    from agentfactory.rollout.inference.embedded.packed_linear import compute_in_int8, quantize
     from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
     from agentfactory.rollout.model_hub import load_fault
     from agentfactory.rollout.text.tokenizer import stop_ids
@@ -50,6 +50,8 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
         raise SettingError("", f"cannot load the model {args.model}: {load_fault(error)}") from error
     try:
         if args.quantization:
+            if args.quantization == "int8":
+                compute_in_int8(model)
             quantize(model, args.quantization)
         engine = Engine(model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, encoder=encoder)
         # only now: weights that were packed one by one must not leave memory for reuse behind

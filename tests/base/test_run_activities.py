@@ -2,15 +2,15 @@
 
 import pytest
 
-from agentfactory.base import activity
-from agentfactory.base.activity import counted, current, doing, heard
+from agentfactory.base import run_notices
+from agentfactory.base.run_notices import counted, current, doing, heard
 from agentfactory.rollout.chains.chain_counts import ChainCounts, describe_progress
 from agentfactory.rollout.config import RolloutConfig
 from tests.waiting import wait_for
 
 
 def test_the_innermost_activity_is_told_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(run_notices, "QUIET_SECONDS", 0.05)
     said: list[str] = []
     with heard(said.append) as say:
         say("a line")
