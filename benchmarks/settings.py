@@ -7,7 +7,9 @@ share counts once. The last line is JSON.
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,8 +17,11 @@ from pydantic import BaseModel
 
 from agentfactory.base.config import Choice
 from agentfactory.recipe.composition import RECIPES
-from agentfactory.recipe.reference import models_in, sections
 from agentfactory.recipe.schema import Recipe
+from agentfactory.worlds.commands.listing import models_in
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from docs.reference_pages import sections
 
 Settings = dict[tuple[type[BaseModel], str], str]
 """(section that declares it, name) -> path."""

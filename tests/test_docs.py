@@ -30,13 +30,11 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.plan_choice import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
-from agentfactory.recipe.reference import meaning, sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.server_command_line import explain
-from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import load_parser
@@ -47,9 +45,11 @@ from agentfactory.tools.serve import command_line as serve_command_line
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.trainers.loop.health import Health
 from agentfactory.trainers.loop.sft import conversation_rows
-from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.metrics import METRICS, Metric
 from agentfactory.trainers.sync.canary_verdict import Drift
-from docs.reference_pages import PAGES, renewed
+from agentfactory.viewer.charts import CHAIN_METRICS, EVAL_METRICS
+from agentfactory.worlds.commands.listing import meaning
+from docs.reference_pages import PAGES, renewed, sections
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
 

@@ -50,6 +50,13 @@ def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
+def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names; an empty mapping is a leaf."""
+    if isinstance(data, dict) and data:
+        return {name: leaf for key, value in data.items() for name, leaf in leaves(value, f"{prefix}.{key}").items()}
+    return {prefix.removeprefix("."): data}
+
+
 TypedOptions = Annotated[Any, Field(validate_default=True)]
 """Type of a Choice's field `options`."""
 

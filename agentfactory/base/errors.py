@@ -1,6 +1,6 @@
 """The error for invalid settings, and interruptions that look like errors."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -18,7 +18,6 @@ class SettingError(ValueError):
 
     @property
     def without_fix(self) -> str:
-        """The whole message except the fix."""
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 
     def at(self, field: str | None = None, source: str | None = None) -> "SettingError":
@@ -41,6 +40,15 @@ class CommandFailed(Exception):
     """A command found a fault, which the message tells; `status` is the command's exit status."""
 
     status = 1
+
+
+def some(names: Collection[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short(value: Any) -> str:

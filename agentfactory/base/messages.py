@@ -67,15 +67,18 @@ class ToolSpec:
         }
 
 
+def object_of(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def properties_of(schema: Any) -> dict[str, Any]:
     """Return the subschemas in `properties`; empty if the schema, which may have any shape, has none."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties if isinstance(properties, dict) else {}
+    return object_of(object_of(schema).get("properties"))
 
 
 def required_of(schema: Any) -> list[str]:
     """Return the names in `required`; empty if the schema, which may have any shape, has none."""
-    required = schema.get("required") if isinstance(schema, dict) else None
+    required = object_of(schema).get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 

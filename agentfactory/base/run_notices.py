@@ -51,8 +51,6 @@ def notice_of(record: logging.LogRecord) -> Notice | None:
 
 
 class Notices:
-    """The notices of a run, by topic."""
-
     def __init__(self) -> None:
         self._last: dict[str, Notice] = {}
 

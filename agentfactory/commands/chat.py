@@ -172,7 +172,6 @@ class Conversation(PolicyTurns):
         return await self._loop.act(session)
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """Take a turn; see Turns."""
         self._show()
         taken = await super().take(anchor)
         self._show()

@@ -20,7 +20,6 @@ _ADAPTER = (ADAPTER, "adapter_model.safetensors")
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run the command; see `export`."""
     export(options.checkpoint, options.output, options.adapter, options.push, say)
 
 

@@ -88,7 +88,6 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
 
 
 def describe(folder: Path, task: str, kind: str) -> str:
-    """Describe the next steps in the new folder."""
     place = display(folder.resolve())
     return f"""\
 wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test
@@ -98,7 +97,6 @@ wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Write the task `options.task`, and say what can be done with it."""
     say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
 
 

@@ -38,28 +38,15 @@ def answer_completion() -> None:
 def complete_override(prefix: str, **_: Any) -> list[str]:
     """Return overrides that begin with `prefix`: names of fields, or after `=` the possible values of a field."""
     # imported here because the schema takes a moment to load, and argcomplete asks only at the cursor
+    from agentfactory.recipe.field_errors import all_fields
     from agentfactory.recipe.schema import Recipe
 
     name, equals, _value = prefix.partition("=")
-    fields = dict(_fields(Recipe, ""))
+    fields = all_fields(Recipe)
     if equals:
         return [f"{name}={value}" for value in _values(fields.get(name))]
-    return [f"{field}=" for field in fields]
-
-
-def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    from agentfactory.base.config import Choice, fields_of
-
-    for name, field in fields_of(section).items():
-        below = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
-        if name == "options" and issubclass(section, Choice):
-            for kind in dict.fromkeys(section.kinds.values()):
-                yield from _fields(kind, f"{prefix}options.")
-        # entries of a list, or under names that the user chooses, are not separate fields
-        if below and get_origin(field.annotation) not in (list, dict):
-            yield from _fields(below[0], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field.annotation
+    sections = {field.rpartition(".")[0] for field in fields}
+    return [f"{field}=" for field in fields if field not in sections]
 
 
 def _values(annotation: Any) -> list[str]:
@@ -190,7 +177,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
-    """Return the parser and its commands."""
     parser = argparse.ArgumentParser(
         prog="agentfactory",
         description="Reinforcement learning for agents that use tools.",

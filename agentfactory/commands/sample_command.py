@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.run_notices import doing
@@ -67,7 +67,6 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.evaluation.first_look import describe
-        from agentfactory.rollout.evaluation.rules import plural
         from agentfactory.rollout.sources import load_all
 
         used = served.recipe

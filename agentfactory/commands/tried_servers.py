@@ -109,10 +109,7 @@ def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
     if not isinstance(schema, dict):
         return word
     if (reference := schema.get("$ref")) is not None:
-        name = str(reference).rpartition("/")[2]
-        definitions = root.get("$defs")
-        target = definitions.get(name) if isinstance(definitions, dict) else None
-        return _example(target, {**root, "$defs": {}}, word)
+        return _example(messages.referred(reference, root), {}, word)
     for key in ("const", "default"):
         if key in schema:
             return schema[key]

@@ -143,7 +143,6 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, name: str, command: Sequence[str], log: Path, **options: Any) -> Child:
-        """Start a child, with the options of `start_child`."""
         child = start_child(name, command, log, **options)
         self._children.append(child)
         return child
@@ -161,7 +160,6 @@ class Children:
             raise child.failure()
 
     def check_all(self) -> None:
-        """Raise ChildFailed if a child is not running."""
         self.check(*self._children)
 
     def check(self, *children: Child) -> None:

@@ -38,8 +38,6 @@ _POLL_SECONDS = 0.1
 
 
 class State(StrEnum):
-    """The progress of a stage."""
-
     NEW = "new"
     STARTED = "started"
     COMPLETED = "completed"
@@ -55,7 +53,6 @@ class Assignment:
     """The planned time, which the first step is compared with."""
 
     def write(self, file: Path) -> None:
-        """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
         plan = asdict(self.plan) if self.plan else None
         data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint, "plan": plan}
@@ -165,8 +162,6 @@ def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All stages of a run, in order."""
-
     recipe: Recipe | StagedRecipe
     stages: tuple[StagePlan, ...]
     prepare: Command | None = None
@@ -174,7 +169,6 @@ class RunPlan:
 
     @property
     def due(self) -> list[StagePlan]:
-        """The stages that are not completed."""
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":

@@ -42,17 +42,14 @@ class Merge:
 
     @property
     def is_done(self) -> bool:
-        """True if the merged model exists."""
         return self.output.exists()
 
     @property
     def command(self) -> list[str]:
-        """The command of the child that merges."""
         arguments = (str(self.adapter), self.base, self.dtype, str(self.output))
         return own_python("-m", "agentfactory.launching.merging", *arguments)
 
     def describe(self) -> str:
-        """Return a human-readable line."""
         because = f" ({self.reason})" if self.reason else ""
         done = f"was merged into {self.base}" if self.is_done else f"is first merged into {self.base}"
         return f"the adapter in {display(self.adapter)} {done}, in {display(self.output)}{because}"

@@ -40,14 +40,12 @@ class Placement:
     """The reason why it may not fit, if it is tried anyway."""
 
     def for_server(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with the server's settings from the placement."""
         if self.gpu_memory_utilization is None:
             return recipe
         share = {"gpu_memory_utilization": self.gpu_memory_utilization}
         return updated(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
 
     def for_trainer(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with the trainer's settings from the placement."""
         if recipe.placement.mode == "auto" and self.mode != "separate":
             recipe = updated(recipe, "placement", mode=self.mode)
         if self.sync is not None:
@@ -75,7 +73,6 @@ class Placement:
         return None
 
     def describe(self) -> list[str]:
-        """Return the memory table and the warning as lines of text."""
         return [*filter(None, [self.table]), *([f"warning: {self.warning}"] if self.warning else [])]
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
@@ -85,7 +82,6 @@ class Placement:
         return self.sync or backend_of(recipe).transfer
 
     def environment(self, process: Literal["trainer", "server"]) -> dict[str, str]:
-        """Return environment variables of a process."""
         devices = self.trainer_devices if process == "trainer" else self.server_devices
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 

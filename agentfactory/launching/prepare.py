@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def prepare_command(recipe: "Recipe | StagedRecipe") -> list[str]:
-    """Return the command of the child that runs the recipe's `prepare`."""
     assert recipe.prepare is not None
     folder = recipe.output / "prepared"
     command = own_python("-m", "agentfactory.launching.prepare", recipe.prepare, str(folder), str(recipe.seed))
@@ -50,7 +49,6 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
-    """Call the user's function (folder, seed)."""
     with filled(folder) as aside:
         function = load_object(reference, Path.cwd())
         with announced(f"running {Path(reference).name}"):

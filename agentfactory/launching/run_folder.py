@@ -89,7 +89,6 @@ class RunFolder:
             self.on_log(metrics)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json atomically."""
         write_whole(self.summary, f"{json.dumps(summary, indent=2, ensure_ascii=False)}\n".encode())
 
     def read_summary(self) -> dict[str, Any]:
@@ -225,7 +224,6 @@ class Hold(AbstractContextManager["Hold"]):
         self.release()
 
     def release(self) -> None:
-        """Release the lock."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -278,7 +276,6 @@ def is_run(path: Path) -> bool:
 
 
 def is_free(path: Path) -> bool:
-    """Return whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 

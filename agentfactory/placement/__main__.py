@@ -84,7 +84,7 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, An
         tried = choose(recipe, machine, estimates)
         plan = tried[-1]
         answer |= {"mode": plan.mode, "table": table(plan, recipe)}
-        settings = _settings(recipe, plan, bool(machine.gpus))
+        settings = _settings(plan, bool(machine.gpus))
         if not plan.fits:
             unfit = refusal(recipe, tried, machine, estimates)
             if recipe.placement.on_misfit == "refuse":
@@ -96,7 +96,7 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, An
     return answer | settings
 
 
-def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
+def _settings(plan: Plan, on_gpu: bool) -> dict[str, Any]:
     """Return the settings of the processes; empty if the plan is for a GPU of another machine."""
     if not on_gpu:
         return {}

@@ -3,7 +3,7 @@ policy's own code on fake tensors, which have shapes but no data, and counting l
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from agentfactory.trainers.networks.lora import table_of
 from agentfactory.trainers.networks.network import Backbone, body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.teachers.teacher import divergence, top_k_measure
+from agentfactory.trainers.update.offload import tensors_in
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
@@ -61,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "prim":
             # only reads a tensor's device
             return func(*args, **kwargs)
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in tensors_in([*args, *kwargs.values()]):
             # unknown tensors existed before, and are not counted
             self._meet(tensor, counted=False)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
@@ -69,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
             out = func(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs).float()
         else:
             out = func(*args, **kwargs)
-        for tensor in _tensors(out if isinstance(out, list | tuple) else (out,)):
+        for tensor in tensors_in(out):
             self._meet(tensor, counted=True)
         return out
 
@@ -94,14 +95,6 @@ class LiveBytes(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         self.alive[0] -= self._sizes[key]
         self._sizes[key] = 0
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 class KnownValues(TorchFunctionMode):

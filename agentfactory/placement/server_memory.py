@@ -139,7 +139,6 @@ def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | No
 
 
 def _weights(network: PreTrainedModel, bits: float | None) -> list[float]:
-    """Return the bytes of each weight."""
     kept = {id(table.weight) for table in (network.get_input_embeddings(), network.get_output_embeddings()) if table}
     size = 0 if bits is None else bits / 8
     return [w.numel() * size if size and w.ndim > 1 and id(w) not in kept else w.nbytes for w in network.parameters()]

@@ -182,7 +182,6 @@ def _comparable(lora: Mapping[str, Any], name: str) -> Any:
 
 
 def _scale(lora: Mapping[str, Any]) -> Any:
-    """Return the value of alpha, or its default."""
     value = lora.get("alpha")
     return 2 * lora["rank"] if value is None and isinstance(lora["rank"], int) else value
 

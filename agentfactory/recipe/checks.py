@@ -320,7 +320,6 @@ def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:
 
 
 def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
-    """Return the models and datasets of the hub that a command needs."""
     # elsewhere, a running server has the model
     models = model_names(recipe) if purpose == "train" or not recipe.server.urls else []
     teacher = recipe.teacher.model if recipe.teacher is not None else None

@@ -1,6 +1,7 @@
 """Recipe sections that choose a component by name, and their choices before validation."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from agentfactory.base.config import Choice
@@ -35,6 +36,20 @@ def has_option(data: Any, path: str, name: str) -> bool:
     """Return whether the choice of the section `path` has the option `name`; False for a user's own component."""
     kind = CHOICES[path].options_type(chosen(data, path))
     return kind is not None and name in kind.model_fields
+
+
+def places(data: Any, keys: list[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield the mappings and lists, each with its key, that `keys` reach; * is every entry."""
+    key, *rest = keys
+    if isinstance(data, dict):
+        entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
+    else:
+        entries = list(range(len(data))) if key == "*" and isinstance(data, list) else []
+    for entry in entries:
+        if rest:
+            yield from places(data[entry], rest)
+        else:
+            yield data, entry
 
 
 def value_at(data: Any, path: str) -> Any:

@@ -57,7 +57,6 @@ def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
 
 
 def check_servers(recipe: Recipe, prepared: Path | None) -> None:
-    """Check the entries of `mcp_servers`."""
     if not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import and few recipes need it
@@ -138,7 +137,6 @@ def _load_user_code(recipe: Recipe) -> None:
 
 
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
-    """Check that environments accept the rows."""
     for name, reference, found in _objects(recipe):
         if not is_environment(found):
             continue
@@ -152,7 +150,6 @@ def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
 
 
 def gives_reward(recipe: Recipe) -> bool:
-    """Return whether anything gives chains a reward."""
     return (
         bool(recipe.rewards)
         or _may_report_reward(recipe)

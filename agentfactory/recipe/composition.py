@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.config import leaves
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
-from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
+from agentfactory.recipe.choices import CHOICES, chosen, has_option, places, value_at
 from agentfactory.recipe.removed_fields import complete_saved
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
@@ -317,16 +318,9 @@ _OF_A_SOURCE = {
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
     """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); others fail validation later."""
-    key, *rest = keys
-    if isinstance(data, dict):
-        entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
-    else:
-        entries = list(range(len(data))) if key == "*" and isinstance(data, list) else []
-    for entry in entries:
-        if rest:
-            _convert(data[entry], rest, convert)
-        elif isinstance(data[entry], str):
-            data[entry] = convert(data[entry])
+    for place, key in places(data, keys):
+        if isinstance(place[key], str):
+            place[key] = convert(place[key])
 
 
 def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
@@ -374,12 +368,3 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
             _merge(below[key], value)
         else:
             below[key] = value
-
-
-def leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
-    """Yield the dotted names of the leaves of a mapping."""
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

@@ -112,8 +112,7 @@ def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = No
     close = difflib.get_close_matches(last, known, n=1)
     if close:
         return f"did you mean {prefix}{close[0]}?"
-    names = dict.fromkeys(_all_names(model)) if model else {}
-    elsewhere = [path for path in names if path.rpartition(".")[2] == last]
+    elsewhere = [path for path in (all_fields(model) if model else ()) if path.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"remove it; {parent or 'a recipe'} knows {', '.join(known) or 'no fields here'}"
@@ -125,15 +124,16 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((found for argument in get_args(annotation) if (found := _section(argument))), None)
 
 
-def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    names = []
+def all_fields(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Return the types of all fields by dotted name, without those in entries of mappings and lists."""
+    found: dict[str, Any] = {}
     for key, field in fields_of(model).items():
-        names.append(prefix + key)
-        if key == "options" and issubclass(model, Choice):
-            names += [f"{prefix}options.{name}" for kind in model.kinds.values() for name in kind.model_fields]
+        found[prefix + key] = field.annotation
+        for kind in model.kinds.values() if key == "options" and issubclass(model, Choice) else ():
+            found |= all_fields(kind, f"{prefix}options.")
         if (inner := _section(field.annotation)) and not str(field.annotation).startswith(("dict", "list")):
-            names += _all_names(inner, f"{prefix}{key}.")
-    return names
+            found |= all_fields(inner, f"{prefix}{key}.")
+    return found
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.recipe.choices import value_at
+from agentfactory.recipe.choices import places, value_at
 
 _SOURCE = re.compile(r"^(eval\.)?data\.sources\.\w+\.")
 
@@ -40,9 +40,8 @@ def drop_removed(recipe: Any) -> None:
     for place in (recipe, *_sources(recipe)):
         for known, (value, _) in _removed().items():
             # a source of tasks has settings of `rollout` itself
-            *parent, name = known.removeprefix("" if place is recipe else "rollout.").split(".")
-            for section in _sections(place, parent):
-                given = section.get(name, ...)
+            for section, name in places(place, known.removeprefix("" if place is recipe else "rollout.").split(".")):
+                given = section[name]
                 if given == value and isinstance(given, bool) == isinstance(value, bool):
                     del section[name]
 
@@ -55,25 +54,10 @@ def complete_saved(recipe: Any) -> None:
 
 
 def _contexts(recipe: Any) -> Iterator[dict[str, Any]]:
-    yield from _sections(recipe, ["rollout", "context"])
-    for source in _sources(recipe):
-        yield from _sections(source, ["context"])
+    found = [value_at(recipe, "rollout.context"), *(value_at(source, "context") for source in _sources(recipe))]
+    yield from (context for context in found if isinstance(context, dict))
 
 
 def _sources(recipe: Any) -> list[Any]:
     found = [value_at(recipe, f"{section}.sources") for section in ("data", "eval.data")]
     return [entry for entries in found if isinstance(entries, list) for entry in entries]
-
-
-def _sections(data: Any, keys: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the mappings that `keys` reach; * is every entry."""
-    if not keys:
-        if isinstance(data, dict):
-            yield data
-        return
-    key, *rest = keys
-    inner = [*data.values()] if isinstance(data, dict) else data if isinstance(data, list) else []
-    if key != "*":
-        inner = [data[key]] if isinstance(data, dict) and key in data else []
-    for each in inner:
-        yield from _sections(each, rest)

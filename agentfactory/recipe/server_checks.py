@@ -16,7 +16,6 @@ _VLLM = "or set server.engine=vllm"
 
 
 def server_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield why the server cannot be used or started."""
     server = recipe.server
     if server.api_key_env and not os.environ.get(server.api_key_env):
         yield "server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null"

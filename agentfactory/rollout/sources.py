@@ -24,8 +24,6 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A part of a recipe with its tasks."""
-
     part: Part[Any]
     tasks: list[Task]
 
@@ -51,7 +49,6 @@ class Source(Loaded, Generic[RunnerT]):
         return self.runner.setup.config
 
     async def check(self) -> None:
-        """See Runner.check; errors name the source."""
         try:
             await self.runner.check(self.tasks, self.part.section)
         except SettingError as error:

@@ -51,8 +51,6 @@ class StopReason(StrEnum):
 
 
 class Activity(StrEnum):
-    """An activity on which a chain spends time."""
-
     SETUP = "setup"
     """Reset of the environments, including the wait for instances."""
     WAIT = "wait"

@@ -102,7 +102,6 @@ def _load(reference: str) -> list[Any]:
 
 
 def command_line(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the arguments that `main` takes."""
     parser = argparse.ArgumentParser(prog=prog, description="Serve tools over MCP, on stdio or over HTTP.")
     named = f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(prebuilt())}"
     parser.add_argument("objects", nargs="+", metavar="FILE.py[:NAME]", help=named)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.base.user_code.schema_text import readable, schema_of
+from agentfactory.base.user_code.schema_text import schema_of
 
 SUPPORTED_ANNOTATIONS = (
     "a type that JSON can express: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, "
@@ -143,7 +143,7 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
         caller = caller.f_back
     alone = SimpleNamespace(__annotations__={"it": parameter.annotation})
     try:
-        return readable(get_type_hints(alone, globals_, enclosing, include_extras=True)["it"])
+        return get_type_hints(alone, globals_, enclosing, include_extras=True)["it"]
     except NameError as error:
         told = f"the annotation {parameter.annotation!r} of {parameter.name} cannot be resolved: {error}"
         raise TypeError(f"@tool {function.__name__}: {told}") from None

@@ -521,7 +521,6 @@ class TrainRecipe(RolloutRecipe):
 
     @property
     def plans_for_a_gpu(self) -> bool:
-        """See RolloutRecipe."""
         return self.placement.gpu_memory_gib is not None
 
     @property
@@ -538,7 +537,6 @@ class TrainRecipe(RolloutRecipe):
 
     @property
     def needs_rewards(self) -> bool:
-        """See RolloutRecipe."""
         shows_success = self.teacher is not None and self.teacher.context == "solution"
         return self.train.advantage.estimator != "none" or shows_success
 

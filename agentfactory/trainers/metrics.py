@@ -2,11 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, pstdev
 
-from agentfactory.rollout.metrics import Metric
 from agentfactory.rollout.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of metrics.jsonl. `<...>` in a name is a placeholder."""
+
+    name: str
+    unit: str
+    meaning: str
+
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),

@@ -17,6 +17,7 @@ import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
+from agentfactory.base.config import leaves
 from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.images.store import ImageStore, stored_digest
 from agentfactory.rollout.trajectory import Group, Trajectory
@@ -91,7 +92,6 @@ class Tracking(AbstractContextManager["Tracking"]):
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log a record that was appended to metrics.jsonl."""
         step = int(metrics["step"])
         # the other trackers have a separate field for the step
         numbers = {name: value for name, value in metrics.items() if name != "step"}
@@ -161,7 +161,7 @@ class Tracking(AbstractContextManager["Tracking"]):
             running.start()
             if known is None:
                 # its parameters cannot be changed later
-                running.store_init_configuration(_leaves(self._recipe))
+                running.store_init_configuration(leaves(self._recipe))
         self._runs[tracker] = running.tracker.info.run_id if tracker == "mlflow" else name
         return running
 
@@ -252,9 +252,3 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
                 kept["url"] = url._replace(netloc=url.netloc.rpartition("@")[2], query=query, fragment="").geturl()
         servers[server] = kept
     return recipe | {"mcp_servers": servers} if servers else recipe
-
-
-def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(data, dict) and data:
-        return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
-    return {prefix.removeprefix("."): data}

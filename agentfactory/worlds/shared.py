@@ -1,9 +1,17 @@
-"""`Shared`: objects that all chains of a process use together, such as connections and caches."""
+"""Objects that all chains of a process use together, such as connections and caches, and files of all processes."""
 
+import fcntl
+import logging
+import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
+
+from agentfactory.base.files.lock_file import holder
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,3 +40,17 @@ class Shared(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+@contextmanager
+def locked(opened: int) -> Iterator[None]:
+    """Hold the lock of an open file in this context, and close it. Wait for other processes that hold it."""
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("waiting for %s, which holds %s", holder(opened), os.readlink(f"/proc/self/fd/{opened}"))
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)

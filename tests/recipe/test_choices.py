@@ -6,9 +6,9 @@ from typing import Any
 from agentfactory.base.config import Choice
 from agentfactory.recipe.choices import CHOICES
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.reference import sections
 from agentfactory.recipe.schema import Recipe
 from benchmarks.settings import options, settings
+from docs.reference_pages import sections
 from tests.project import refused
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.recipe.field_errors import _all_names, familiar_names
+from agentfactory.recipe.field_errors import all_fields, familiar_names
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
 from tests.project import load_and_check, refused
@@ -173,7 +173,7 @@ def fields_of(text: str) -> list[str]:
 
 
 def test_familiar_names_are_refused_with_fields_that_exist() -> None:
-    known = {*_all_names(Recipe)}
+    known = {*all_fields(Recipe)}
     assert {
         field
         for names in familiar_names().values()

@@ -226,8 +226,8 @@ def test_answers_that_are_kept_for_later_requests_are_bounded(monkeypatch: pytes
     monkeypatch.setattr(responses, "_MOST_STORED", 10_000)
     stored = responses.Stored()
     for number in range(3):
-        stored.keep(f"resp_{number}", [{"id": f"msg_{number}", "role": "user", "content": "go"}], 4000)
-    assert [stored.items(f"resp_{number}") is None for number in range(3)] == [True, False, False]
+        stored.put(f"resp_{number}", [{"id": f"msg_{number}", "role": "user", "content": "go"}], 4000)
+    assert [stored.get(f"resp_{number}") is None for number in range(3)] == [True, False, False]
     for body, code in (
         ({"input": "on", "previous_response_id": "resp_0"}, "previous_response_not_found"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "item_not_found"),

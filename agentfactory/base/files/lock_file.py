@@ -1,16 +1,11 @@
 """Lock files that only users with write access to their folder can open. Even opening for reading permits locking."""
 
-import fcntl
-import logging
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
-
-logger = logging.getLogger(__name__)
 
 
 def open_lock(path: Path, make: bool = True) -> int:
@@ -26,20 +21,6 @@ def open_lock(path: Path, make: bool = True) -> int:
 def private_mode(folder: Path) -> int:
     """Return the file mode that permits locking only to users with write access to `folder`."""
     return 0o660 if folder.stat().st_mode & stat.S_IWGRP else 0o600
-
-
-@contextmanager
-def locked(opened: int) -> Iterator[None]:
-    """Hold the lock of an open file in this context, and close it. Wait for other processes that hold it."""
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("waiting for %s, which holds %s", holder(opened), os.readlink(f"/proc/self/fd/{opened}"))
-            fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
 
 
 def holder(opened: int) -> str:

@@ -23,7 +23,6 @@ def is_http_address(url: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or a host name is loopback."""
     try:
         return _plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:

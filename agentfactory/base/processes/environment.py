@@ -38,11 +38,6 @@ def is_named(name: str) -> bool:
     return name in named()
 
 
-def may_be_read(name: str) -> bool:
-    """Return whether code of others may read a variable: there is no recipe, or it names the variable."""
-    return VARIABLE not in os.environ or is_named(name)
-
-
 def is_setting(name: str) -> bool:
     """Return whether every process gets a variable, since it sets up the system or a library."""
     return _SETTINGS.fullmatch(name) is not None

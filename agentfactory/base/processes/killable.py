@@ -81,7 +81,6 @@ class KillableProcess:
 
     @property
     def running(self) -> bool:
-        """True if the process has not ended."""
         return self._process.poll() is None
 
     def send(self, request: dict[str, Any], content: bytes = b"") -> None:
@@ -109,7 +108,6 @@ class KillableProcess:
         return self._process.wait()
 
     def end(self) -> None:
-        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -20,7 +20,6 @@ ENDS = "ends"
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

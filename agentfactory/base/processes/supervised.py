@@ -103,7 +103,6 @@ class Inside:
         self._spent = 0.0  # CPU seconds at the last call of `had`
 
     def close(self) -> None:
-        """Close the pipe."""
         self._pipe.close()
 
     def lines(self) -> list[str]:
@@ -122,7 +121,6 @@ class Inside:
         return len(self._lines) > before
 
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process."""
         import psutil  # here, because every command imports this module
 
         with contextlib.suppress(psutil.NoSuchProcess):

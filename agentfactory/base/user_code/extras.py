@@ -41,7 +41,6 @@ def missing_extra(error: ImportError, place: str) -> SettingError | None:
 
 
 def install_command(extra: str, distribution: str = DISTRIBUTION) -> str:
-    """Return the command that installs an extra."""
     return f"pip install '{distribution}[{extra}]'"
 
 

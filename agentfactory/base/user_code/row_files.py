@@ -30,7 +30,6 @@ def names_of(files: Any) -> list[str]:
 
 
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files of a row into a workspace."""
     for name, content in contents.items():
         with create_file(resolved(name, folder), folder) as file:
             file.write(content)

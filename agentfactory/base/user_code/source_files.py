@@ -50,7 +50,6 @@ def variables_read(file: Path) -> set[str]:
 
 
 def digests_of(files: Iterable[Path]) -> dict[str, str]:
-    """Return the SHA-256 of each file, by its path."""
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -46,8 +46,6 @@ _told: set[CodeType] = set()
 
 
 class Place(NamedTuple):
-    """A line of a stack."""
-
     file: str
     line: int
     function: str
@@ -57,13 +55,7 @@ class Place(NamedTuple):
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file of code is AgentFactory's."""
     return file.startswith(_OURS)
-
-
-def _is_users(file: str) -> bool:
-    """Return whether a file of code is neither ours, nor the standard library's, nor an installed package's."""
-    return not (is_ours(file) or file.startswith(("<", *_STANDARD)) or _LIBRARIES & {*Path(file).parts})
 
 
 def _of_users(stack: Sequence[Place]) -> list[int]:
@@ -72,7 +64,7 @@ def _of_users(stack: Sequence[Place]) -> list[int]:
     for index, place in enumerate(stack):
         if is_ours(place.file) or place.file == events.__file__:
             found = []
-        elif _is_users(place.file):
+        elif not (place.file.startswith(("<", *_STANDARD)) or _LIBRARIES & {*Path(place.file).parts}):
             found.append(index)
     return found
 

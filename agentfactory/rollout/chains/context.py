@@ -19,7 +19,6 @@ class Context:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation."""
         opening = self.opening
         if self.summary is not None:
             # not a separate message: many templates require the roles to alternate
@@ -27,11 +26,9 @@ class Context:
         return [*opening, *(message for turn in self.turns for message in turn)]
 
     def say(self, message: Message) -> None:
-        """Append an assistant turn."""
         self.turns.append([message])
 
     def hear(self, answers: Sequence[Message]) -> None:
-        """Append the answers to the last turn."""
         self.turns[-1] += answers
 
     def last_turns(self, count: int, summary: str | None = None) -> "Context":

@@ -12,7 +12,6 @@ MOST_CHARACTERS = 64
 
 
 def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
-    """Return the opening messages of a chain on `task`."""
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     if "messages" in task:
         return messages + [dict(message) for message in task["messages"]]
@@ -20,7 +19,6 @@ def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
 
 
 def characters_of(task: Task) -> int:
-    """Return the number of characters in the opening messages of a task."""
     return sum(len(text_of(message.get("content") or "")) for message in opening_messages(task, None))
 
 

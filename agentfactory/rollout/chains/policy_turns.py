@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTurns:
-    """The policy's turns of one chain; see Turns."""
-
     def __init__(self, episode: Episode, renderer: Renderer, sampler: Sampler, agent: AgentHooks) -> None:
         self.episode = episode
         self.renderer = renderer

@@ -16,8 +16,6 @@ class Piece(NamedTuple):
 
 
 class RowRenderer:
-    """A renderer of messages as pieces of rows."""
-
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._images = renderer.images
@@ -34,7 +32,6 @@ class RowRenderer:
 
 
 def append_turn(row: Row, completion: Completion) -> None:
-    """Append a sampled turn to a row."""
     row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
 
 

@@ -121,13 +121,11 @@ class AgentConfig(Choice):
 
     @classmethod
     def choice(cls, fields: Mapping[str, Any]) -> str | None:
-        """See Choice."""
         found = fields.get("name")
         return "command" if fields.get("command") else None if found is None else str(found)
 
     @classmethod
     def options_type(cls, choice: str) -> type[Section]:
-        """See Choice."""
         return cls.kinds.get(choice, NoOptions)
 
     @property

@@ -302,7 +302,6 @@ class RolloutRecipe(ToolsRecipe):
 
     @property
     def largest_group(self) -> int:
-        """The largest `group_size` of the sources of tasks."""
         return max((part.recipe.rollout.group_size for part in self.parts()), default=self.rollout.group_size)
 
     def longest_call(self) -> tuple[float, str]:

@@ -89,7 +89,6 @@ class TasksConfig(DataConfig):
 
     @property
     def origins(self) -> dict[str, Any]:
-        """See DataConfig."""
         return super().origins | ({"sources": [source.name for source in self.sources]} if self.sources else {})
 
     def _faults(self) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from agentfactory.base.errors import short
 from agentfactory.base.messages import Message, ToolSpec, is_finite_number, text_of
 from agentfactory.rollout.data import nulls
 from agentfactory.rollout.data.nulls import Nulls, count_nulls, drop_from_message
-from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError, fits_plainly
+from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
 
 _PAGE = "the function in docs/data.md, Rows of other projects"
 FROM_AND_VALUE = f"from and value are ShareGPT's: set data.source to {_PAGE}, from_sharegpt"
@@ -108,8 +108,6 @@ def _fault(tools: Tools, name: str, arguments: dict[str, Any]) -> str | None:
     """Return why tools refuse a call; None if they do not, or if the schema cannot be checked."""
     if name not in tools:
         return f"there is no tool {name!r} among the row's tools ({', '.join(tools)})"
-    if fits_plainly(arguments, tools[name].parameters):
-        return None
     try:
         problem = _check(json.dumps(tools[name].parameters)).fault(arguments)
     except UncheckedError:

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from agentfactory.base.errors import plural
 from agentfactory.base.findings import Finding, warning
 from agentfactory.base.messages import CallError
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation import rules
 from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
-from agentfactory.rollout.evaluation.rules import ENOUGH_CHAINS, UNREADABLE, fix_unreadable, plural
+from agentfactory.rollout.evaluation.rules import ENOUGH_CHAINS, UNREADABLE, fix_unreadable
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import load_parser
 from agentfactory.rollout.trajectory import Group, Trajectory

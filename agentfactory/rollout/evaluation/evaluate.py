@@ -258,8 +258,6 @@ def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, f
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of `run_eval`."""
-
     means: dict[str, float]
     """Means as returned by `evaluate`; training logs them too."""
     estimates: dict[str, dict[str, dict[str, Estimate]]]

@@ -11,11 +11,12 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
+from agentfactory.base.errors import plural
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
 from agentfactory.base.run_notices import clock
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.evaluation.rules import offered, plural
+from agentfactory.rollout.evaluation.rules import offered
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import PARSERS, Parser, load_parser
 from agentfactory.rollout.text.parsers.parser import split_reasoning
@@ -56,8 +57,6 @@ class Offer:
 
 @dataclass
 class Look:
-    """The figures of finished chains."""
-
     offer: Offer
     chains: int = 0
     groups: int = 0
@@ -96,7 +95,6 @@ class Look:
 
     @property
     def ended(self) -> int:
-        """Chains that did not fail."""
         return self.chains - self.failed
 
     @cached_property

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from agentfactory.base.errors import plural
 from agentfactory.base.findings import Finding, warning
 from agentfactory.rollout.trajectory import Trajectory
 
@@ -68,8 +69,3 @@ def offered(names: Sequence[str]) -> str:
     """Say that tools are offered, at most four by name."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} offered"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

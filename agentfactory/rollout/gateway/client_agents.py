@@ -129,7 +129,6 @@ class ClientAgent(ABC):
         return None
 
     def gateway(self) -> Gateway:
-        """Return the gateway for the agent's chains."""
         return Gateway()
 
     @asynccontextmanager

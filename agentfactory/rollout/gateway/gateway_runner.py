@@ -148,7 +148,6 @@ class GatewayChain(Asking):
     # ---- the agent's requests
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
-        """See Asking: render the conversation, and check that a turn fits."""
         self.turns.check(turn_request)
         left = self.episode.max_turns - self._taken
         if self._ended.done() or left < turn_request.choices:
@@ -195,8 +194,6 @@ class GatewayChain(Asking):
 
 
 class GatewayRunner(ChainRunner):
-    """A runner of chains whose agent requests its turns from `gateway`."""
-
     own_loop = True
 
     def __init__(

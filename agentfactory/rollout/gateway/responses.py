@@ -9,6 +9,7 @@ from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway import request_options as options
 from agentfactory.rollout.gateway.chat_completions import PING, SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.request_options import GRAMMAR, Readers, Refusal, Reply, TurnRequest, wrong
+from agentfactory.tools.images.lru_cache import ByteCache
 
 __all__ = ["PING", "ROUTE", "error", "events", "failed", "read", "write"]
 
@@ -35,28 +36,15 @@ _PARTS: Readers = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Stored:
-    """A store of the items of conversations up to and including each recent response. The oldest responses are evicted,
-    so that no client fills the memory."""
+class Stored(ByteCache[str, list[dict[str, Any]]]):
+    """A store of the items of conversations up to and including each recent response. Old responses are evicted, so
+    that no client fills the memory; a character counts as a byte."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, tuple[list[dict[str, Any]], int]] = {}
-        self._characters = 0
-
-    def keep(self, answer: str, items: list[dict[str, Any]], characters: int) -> None:
-        """Store the items up to a response; `characters` is the length of the new ones."""
-        self._answers[answer] = items, characters
-        self._characters += characters
-        while self._characters > _MOST_STORED:
-            self._characters -= self._answers.pop(next(iter(self._answers)))[1]
-
-    def items(self, answer: str) -> list[dict[str, Any]] | None:
-        """Return the items up to a response; None if it is unknown."""
-        return self._answers[answer][0] if answer in self._answers else None
+        super().__init__(_MOST_STORED)
 
     def by_id(self) -> dict[str, dict[str, Any]]:
-        """Return all items by their ids."""
-        return {str(item.get("id")): item for items, _ in self._answers.values() for item in items}
+        return {str(item.get("id")): item for items, _ in self._values.values() for item in items}
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnRequest:
@@ -69,7 +57,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
     if not isinstance(given, list | None) or not all(isinstance(item, dict) for item in given or []):
         raise wrong(f"input: got {str(given)[:200]}; use a text, or a list of items")
     given, previous = given or [], body.get("previous_response_id")
-    known = [] if previous is None else stored.items(str(previous))
+    known = [] if previous is None else stored.get(str(previous))
     if known is None:
         raise Refusal(404, "previous_response_not_found", f"previous_response_id: unknown response {previous}")
     names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
@@ -84,7 +72,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
 
     def remember(turns: Sequence[Reply]) -> None:
         if kept:
-            stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
+            stored.put(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
     instructions = options.read_content(body.get("instructions"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -23,6 +22,7 @@ from agentfactory.rollout.inference.http_transport import InferenceError, Server
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.tools.images.lru_cache import ByteCache
 
 _MOST_CONVERSATIONS = 4096
 """Maximum number of cached conversations; turns of an evicted conversation are rendered again."""
@@ -41,7 +41,7 @@ class ChatService(Asking):
         self._sampler = sampler
         self._model = model
         self._log = log
-        self._conversations: OrderedDict[str, RequestedTurns] = OrderedDict()
+        self._conversations: ByteCache[str, RequestedTurns] = ByteCache(_MOST_CONVERSATIONS)
         self._begun = 0
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
@@ -59,13 +59,11 @@ class ChatService(Asking):
         roles = [*(message["role"] for message in turn_request.messages), "assistant"]
         tools = [spec.to_openai() for spec in turn_request.specs]
         key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])
-        if (turns := self._conversations.pop(key, None)) is None:
+        if (turns := self._conversations.get(key)) is None:
             longest = self._config.max_total_tokens
             turns = RequestedTurns([], self._renderer, self._sampler, longest, f"chat{self._begun}")
             self._begun += 1
-        self._conversations[key] = turns  # the last used one comes last
-        if len(self._conversations) > _MOST_CONVERSATIONS:
-            self._conversations.popitem(last=False)
+            self._conversations.put(key, turns)
         return turns
 
     async def _sample(

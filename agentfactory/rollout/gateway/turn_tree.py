@@ -36,7 +36,6 @@ class ComparedMessage:
 
     @classmethod
     def of(cls, message: Message) -> "ComparedMessage":
-        """Return the comparison form of an assistant message."""
         text, calls = content_text(message.get("content")), message.get("tool_calls") or []
         made = [[call["function"]["name"], _value(call["function"]["arguments"])] for call in calls]
         key = json.dumps([_SPACE.sub("", text), made], sort_keys=True, ensure_ascii=False)

@@ -37,8 +37,6 @@ _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 
 class State(StrEnum):
-    """The state of a group."""
-
     RUNNING = "running"
     COMPLETE = "complete"
     """All chains have ended and are saved; the group waits for a batch."""

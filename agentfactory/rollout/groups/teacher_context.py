@@ -38,8 +38,6 @@ ERRORS = "An earlier attempt at this task got these errors:\n\n{}\n\nNow solve t
 
 
 class TeacherContext:
-    """The writer of the teacher's prompts of a run."""
-
     def __init__(self, choice: str, runner: ChainRunner, tasks: Sequence[Task], base: Path = Path()) -> None:
         """`choice` is solution, answer, errors or FILE.py:NAME, with paths relative to `base`; `tasks` are the rows of
         the data. Raise SettingError if the chains of `runner` cannot have such prompts."""

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,7 @@ from agentfactory.rollout.images.parts import data_url, image_part, image_urls, 
 from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
+from agentfactory.tools.images.lru_cache import ByteCache
 
 _REMEMBERED = 4096
 """Number of images that are recognised without decoding them again, since the chains of a group share images."""
@@ -37,7 +37,7 @@ class ShownImages:
         self.shows = True
         self.grid: Callable[[str], Grid] = lru_cache(_REMEMBERED)(self._grid)
         """Digest of a stored image -> its grid. Raises ValueError if it is not stored."""
-        self._taken: OrderedDict[tuple[bytes, bool], str] = OrderedDict()
+        self._taken: ByteCache[tuple[bytes, bool], str] = ByteCache(_REMEMBERED)
         self._lock = Lock()
 
     # ---- intake
@@ -113,15 +113,12 @@ class ShownImages:
             return self._put(image, fits)
         key = hashlib.sha256(content_of(image)).digest(), fits
         with self._lock:
-            if (known := self._taken.get(key)) is not None:
-                self._taken.move_to_end(key)
+            known = self._taken.get(key)
         # files may have been deleted meanwhile
         if known is None or not self.store.path(known).exists():
             known = self._put(image, fits)
             with self._lock:
-                self._taken[key] = known
-                while len(self._taken) > _REMEMBERED:
-                    self._taken.popitem(last=False)
+                self._taken.put(key, known)
         return known
 
     def _put(self, image: Any, fits: bool) -> str:
@@ -261,20 +258,15 @@ class SentImages:
     """The digests of the last _SENT images sent to a server, which may have evicted them since."""
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[str, None] = OrderedDict()
+        self._digests: ByteCache[str, bool] = ByteCache(_SENT)
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._digests
+        return self._digests.get(digest) is not None
 
     def note(self, spans: Sequence[ImageSpan]) -> None:
-        """Record that the server has these images."""
         for span in spans:
-            self._digests[span.digest] = None
-            self._digests.move_to_end(span.digest)
-        while len(self._digests) > _SENT:
-            self._digests.popitem(last=False)
+            self._digests.put(span.digest, True)
 
     def forget(self, spans: Sequence[ImageSpan]) -> None:
-        """Record that the server lacks these images."""
         for span in spans:
-            self._digests.pop(span.digest, None)
+            self._digests.drop(span.digest)

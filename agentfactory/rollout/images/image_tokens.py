@@ -25,8 +25,6 @@ BANNED_BIAS = -100.0
 
 @dataclass(frozen=True)
 class Vision(ABC):
-    """Base class of the image processing of a model."""
-
     image_token_id: int
     """The image token: the chat template writes one per image, and each feature of an image replaces one."""
     banned_token_ids: tuple[int, ...]

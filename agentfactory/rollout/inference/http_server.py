@@ -77,7 +77,6 @@ class ProtocolServer:
         }
 
     async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request."""
         try:
             if request.path != "/health":
                 given = request.headers.get("Authorization", "").encode(errors="replace")
@@ -103,7 +102,6 @@ class ProtocolServer:
         return BadRequest(f"{field}: {value!r} is not supported by {self.engine_name}; use {only}")
 
     async def openapi(self, http: web.BaseRequest) -> Json:
-        """Describe the routes."""
         described = {"responses": {"200": {"description": "OK"}}}
         paths = {path: {method.lower(): described} for path, (method, _) in self._routes.items()}
         return {"openapi": "3.1.0", "info": {"title": self.engine_name, "version": "0.2.0"}, "paths": paths}
@@ -133,7 +131,6 @@ async def body_of(http: web.BaseRequest) -> Json:
 
 
 def server_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that both engines take."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     parser.add_argument("model", help="folder or hub name of a model in the transformers format")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")

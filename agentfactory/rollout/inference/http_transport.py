@@ -129,7 +129,6 @@ class Connection:
         return found
 
     async def is_healthy(self, url: str) -> bool:
-        """Return whether the server accepts requests."""
         return (await self.request("GET", url + "/health", seconds=_STATE_SECONDS))[0] == 200
 
     def lacking_key(self, url: str) -> str:
@@ -179,7 +178,6 @@ _OVERFLOW = (
 
 
 def refusal(status: int, text: str) -> InferenceError:
-    """Return the exception for a refused request."""
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return RefusedError(f"the server answered {status}: {text[:500]}")

@@ -59,7 +59,6 @@ class Completion:
     """The server's scores of the prompt, unchecked; None if they were not asked for."""
 
     def beginning(self, count: int) -> "Completion":
-        """Return the turn as if it had ended after its first `count` tokens."""
         spans = [replace(span, end=min(span.end, count)) for span in self.versions if span.start < count]
         return Completion(self.token_ids[:count], self.logprobs[:count], spans, False, self.mask[:count])
 

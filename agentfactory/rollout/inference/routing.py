@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentfactory.base.http.retries import Retries
 from agentfactory.rollout.inference.http_transport import Connection, LostError, ServerUnreachableError
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Span
+from agentfactory.tools.images.lru_cache import ByteCache
 
 REMEMBERED = 1 << 15
 """Number of chains, and of prompts, whose replica is remembered. Forgetting one costs a prefill, but loses no
@@ -53,11 +54,10 @@ class Router:
         """Time at which a server last completed a request."""
         self._replicas = {url: [Replica(url)] for url in urls}
         self._given: Counter[Replica] = Counter()
-        self._chains: OrderedDict[str, Replica] = OrderedDict()
-        self._prompts: OrderedDict[int, set[Replica]] = OrderedDict()
+        self._chains: ByteCache[str, Replica] = ByteCache(REMEMBERED)
+        self._prompts: ByteCache[int, set[Replica]] = ByteCache(REMEMBERED)
 
     def has_replicas(self, url: str, count: int) -> None:
-        """Note that `count` replicas answer at `url`."""
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
@@ -72,18 +72,18 @@ class Router:
         if home not in serving:
             home = self._choose_for_prompt(prompt, serving) if len(serving) > 1 else serving[0]
             self._given[home] += 1
-        _remember(self._chains, chain, home)
+        self._chains.put(chain, home)
         return home
 
     def _choose_for_prompt(self, prompt: Sequence[Hashable], serving: list[Replica]) -> Replica:
         key = hash(tuple(prompt))
-        homes = self._prompts.get(key, set())
+        homes = self._prompts.get(key) or set()
         chosen = min(serving, key=lambda replica: (self.load[replica], self._given[replica]))
         if at_home := [replica for replica in serving if replica in homes]:
             home = min(at_home, key=lambda replica: self.load[replica])
             if self.load[home] <= 2 * self.load[chosen] + 8:
                 chosen = home
-        _remember(self._prompts, key, homes | {chosen})
+        self._prompts.put(key, homes | {chosen})
         return chosen
 
     def lost(self, url: str, now: float) -> None:
@@ -96,13 +96,6 @@ class Router:
         """Note that `url` answers, and whether it has the current weights."""
         self.states[url] = state
         self.silent_since = None
-
-
-def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    if len(memory) > REMEMBERED:
-        memory.popitem(last=False)
 
 
 logger = logging.getLogger(__name__)

@@ -121,7 +121,6 @@ _STAGES = (
 
 
 def stage(log: Sequence[str]) -> str:
-    """Return the startup stage that the log has reached."""
     return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
 
 

@@ -33,13 +33,11 @@ class Stall:
     _tokens: float | None = None
 
     def begin(self, deadline: asyncio.Timeout, now: float) -> None:
-        """Note that a request was sent."""
         if not self.deadlines:
             self._since = now
         self.deadlines.append(deadline)
 
     def end(self, deadline: asyncio.Timeout, now: float) -> None:
-        """Note that a request was answered or lost."""
         self.deadlines.remove(deadline)
         self._since = now
 
@@ -83,7 +81,6 @@ class StallWatch:
             raise LostError(f"it gave no token for {self._limit:g} s") from error
 
     async def close(self) -> None:
-        """Stop watching."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

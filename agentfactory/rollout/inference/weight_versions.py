@@ -25,7 +25,6 @@ class WeightVersions:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def note(self, published: Published) -> None:
-        """Note that these weights are live."""
         self.numbers[published.label] = published.version
 
     def number(self, label: str) -> int:

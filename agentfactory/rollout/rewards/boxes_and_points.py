@@ -26,7 +26,6 @@ _POINT = re.compile(rf"{_OPEN}{_PAIR}{_CLOSE}")
 
 
 def iou(one: Box, other: Box) -> float:
-    """Return the intersection over union of two boxes."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     if width <= 0 or height <= 0:

@@ -15,7 +15,6 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def token_length(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
-    """Return the length of a token in bytes of text."""
     raw: Any = tokenizer.convert_ids_to_tokens(token)
     if raw is not None and "\u2581" in raw:
         # decoded alone, the token would lose its leading space

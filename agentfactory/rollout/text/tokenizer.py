@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import text_of
+from agentfactory.base.messages import object_of, text_of
 from agentfactory.rollout.model_hub import load_fault
 from agentfactory.rollout.text.stop_strings import Decode
 from agentfactory.rollout.trajectory import Group, Trajectory
@@ -50,10 +50,10 @@ def stop_ids(path: str) -> list[int]:
     """Return the ids at which servers end a turn, from generation_config.json, or config.json if that is missing."""
     for name in ("generation_config.json", "config.json"):
         if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
-            config = _object(json.loads(Path(file).read_text(encoding="utf-8")))
+            config = object_of(json.loads(Path(file).read_text(encoding="utf-8")))
             ids = config.get("eos_token_id")
             if ids is None:
-                ids = _object(config.get("text_config")).get("eos_token_id")
+                ids = object_of(config.get("text_config")).get("eos_token_id")
             found = ids if isinstance(ids, list) else [] if ids is None else [ids]
             for number in found:
                 if type(number) is not int or not 0 <= number < 2**31:
@@ -61,10 +61,6 @@ def stop_ids(path: str) -> list[int]:
                     raise SettingError("model.path", problem, "write ids of its tokens as eos_token_id")
             return found
     return []
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 _GROUPS = 20
@@ -120,8 +116,8 @@ def vocabulary_of(model: str) -> float:
     """Return the number of tokens that a model's network knows, which may be larger than its tokenizer's; infinite if
     its configuration does not tell."""
     try:
-        config = _object(json.loads(Path(cached_file(model, "config.json") or "").read_text(encoding="utf-8")))
+        config = object_of(json.loads(Path(cached_file(model, "config.json") or "").read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
         return inf
-    size = _object(config.get("text_config")).get("vocab_size", config.get("vocab_size"))
+    size = object_of(config.get("text_config")).get("vocab_size", config.get("vocab_size"))
     return size if type(size) is int else inf

@@ -80,8 +80,6 @@ def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
 
 
 class Messages:
-    """A parser of the messages that arrive on a socket."""
-
     def __init__(self, source: socket.socket) -> None:
         self.source = source
         self.ended = False
@@ -282,7 +280,6 @@ class WorkerProcess:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 
     def close(self) -> None:
-        """End the worker after it has processed all messages."""
         try:
             self.messages.source.shutdown(socket.SHUT_WR)
             self._process.wait(timeout=END_SECONDS)

@@ -2,9 +2,10 @@
 wrong, are removed from a copy of the schema and named in `ArgumentCheck.unchecked`."""
 
 import copy
+import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -17,7 +18,6 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT202012, specification_with
 
 from agentfactory.base.errors import short
-from agentfactory.base.messages import properties_of
 
 _PATTERN_SECONDS = 0.5
 """Time limit for matching one pattern, which can backtrack for an exponentially long time."""
@@ -53,36 +53,6 @@ class ArgumentCheck:
         return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
 
 
-def fits_plainly(value: Any, schema: Any) -> bool:
-    """Return whether a schema of common keywords accepts a value; if not, ask `ArgumentCheck`, which is slow."""
-    if not isinstance(schema, dict):
-        return schema is True
-    for key, given in schema.items():
-        match key:
-            case "type":
-                names = given if _are_names(given) else [given]
-                fits = any(name in _NAMES_OF_TYPES.get(type(value), ()) for name in names)
-            case "properties":
-                common = value.keys() & given.keys() if isinstance(value, dict) and isinstance(given, dict) else ()
-                fits = isinstance(given, dict) and all(fits_plainly(value[name], given[name]) for name in common)
-            case "required":
-                fits = _are_names(given) and (not isinstance(value, dict) or value.keys() >= set(given))
-            case "items":
-                fits = not isinstance(value, list) or all(fits_plainly(each, given) for each in value)
-            case "additionalProperties":
-                others = value.keys() - properties_of(schema) if isinstance(value, dict) else ()
-                fits = all(fits_plainly(value[name], given) for name in others)
-            case "enum":  # numbers and truth values have an equality of their own
-                fits = isinstance(value, str) and isinstance(given, list) and value in given
-            case "anyOf":
-                fits = isinstance(given, list) and any(fits_plainly(value, each) for each in given)
-            case _:  # in draft 3, the schema of a property that is missing can refuse an object
-                fits = key not in _JUDGING and not (key == "$schema" and "draft-03" in str(given))
-        if not fits:
-            return False
-    return True
-
-
 class _UsableSchema:
     """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names."""
 
@@ -92,7 +62,6 @@ class _UsableSchema:
         dialect = self.schema.get("$schema")
         dialect = dialect if isinstance(dialect, str) else ""
         self.kind = validators.validator_for({"$schema": dialect}, default=Draft202012Validator)
-        self._shapes = _SHAPES | _shapes_before(self.kind)
         self._paths: dict[int, str] = {}  # id of a visited schema -> its path
         self._parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
         """id of a visited schema -> the schemas and keywords that contain it or refer to it."""
@@ -128,7 +97,7 @@ class _UsableSchema:
         for key, value in list(schema.items()):
             if key not in self.kind.VALIDATORS and key not in _WITHOUT_VALIDATOR:
                 continue
-            if not self._shapes.get(key, lambda _: True)(value):
+            if not self._is_usable(key, value):
                 self._remove(schema, key)
             elif key == "type" and schema is self.schema and value != "object" and "object" not in value:
                 self._remove(schema, key)  # arguments are always an object
@@ -140,6 +109,16 @@ class _UsableSchema:
                     self._enter(schema, key, child, f"{key}.{place}" if several else key)
             elif key == "$ref":
                 self._references.append(schema)
+
+    def _is_usable(self, key: str, value: Any) -> bool:
+        """Return whether the dialect's meta-schema accepts a keyword's value, whose subschemas are visited later."""
+        if key in _MAPS or key == "pattern":
+            return isinstance(value, dict) if key in _MAPS else _is_pattern(value)
+        if key in _LISTS or key in _SINGLE:
+            value = [_hollow(child) for child in value] if isinstance(value, list) else _hollow(value)
+        if value == [] or key == "format":  # formats are not checked
+            return key in ("const", "format", "required")
+        return _is_accepted(self.kind, key, json.dumps(value))
 
     def _visit_map(self, schema: dict[str, Any], key: str, children: dict[str, Any]) -> None:
         for name, child in list(children.items()):
@@ -204,42 +183,18 @@ class _UsableSchema:
         return f"{path}.{step}" if path else step
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, (dict, bool))
-
-
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+def _hollow(schema: Any) -> Any:
+    return {} if isinstance(schema, dict) else schema
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_type(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return _are_names(names) and bool(names) and _TYPES.issuperset(names)
-
-
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and _compiled(value) is not None
 
 
-_DRAFTS = (getattr(validators, f"Draft{name}Validator") for name in ("3", "4", "6", "7", "201909", "202012"))
-_JUDGING = frozenset(key for draft in _DRAFTS for key in draft.VALIDATORS)
-_NAMES_OF_TYPES: dict[type, tuple[str, ...]] = {
-    **{dict: ("object",), list: ("array",), str: ("string",), bool: ("boolean",), type(None): ("null",)},
-    **{int: ("integer", "number"), float: ("number",)},
-}
-_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 _NAMES_OF_SCHEMAS = ("$anchor", "$dynamicAnchor", "$id", "id")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -253,31 +208,13 @@ _IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else
 """Keywords whose subschemas judge the same value as their schema."""
 _DEPENDENTS = {"contains": ("maxContains",), "if": ("if", "then", "else"), "not": ("not",), "oneOf": ("oneOf",)}
 """Keyword -> the keywords that refuse a value because a subschema of the keyword accepts it."""
-_SHAPES: dict[str, Callable[[Any], bool]] = {
-    "type": _is_type,
-    "enum": lambda value: isinstance(value, list) and bool(value),
-    "required": _are_names,
-    "pattern": _is_pattern,
-    "uniqueItems": lambda value: isinstance(value, bool),
-    "multipleOf": lambda value: _is_number(value) and value > 0,
-    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),
-    **dict.fromkeys(("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum"), _is_number),
-    **dict.fromkeys(("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties"), _is_count),
-    **dict.fromkeys(("maxContains", "minContains"), _is_count),
-    **dict.fromkeys(("$dynamicRef", "$recursiveRef", "$ref"), lambda value: isinstance(value, str)),
-    **dict.fromkeys(_MAPS, lambda value: isinstance(value, dict)),
-    **dict.fromkeys(_LISTS, _are_schemas),
-    **dict.fromkeys(_SINGLE, _is_schema),
-}
 
 
-def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:
-    if "prefixItems" in kind.VALIDATORS:
-        return {}
-    if "exclusiveMinimum" in kind.VALIDATORS:
-        return {"items": lambda value: _is_schema(value) or _are_schemas(value)}
-    flags = dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), lambda value: isinstance(value, bool))
-    return flags | {"items": lambda value: isinstance(value, dict) or _are_schemas(value)}
+@lru_cache(maxsize=4096)
+def _is_accepted(kind: type[Validator], key: str, value: str) -> bool:
+    """Return whether the meta-schema of `kind` accepts the JSON text `value`; repetitions do no harm."""
+    errors = kind(kind.META_SCHEMA).iter_errors({key: json.loads(value)})
+    return not any(error.path and error.validator != "uniqueItems" for error in errors)
 
 
 @cache

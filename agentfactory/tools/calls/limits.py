@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from agentfactory.base.config import BreachConfig, Limit, LimitsConfig
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.messages import CallError, Content, Message, ToolCall, ToolResult
 from agentfactory.tools.calls.truncation import Cut, truncated
 
@@ -96,12 +96,12 @@ class ChainAccount:
         price = config.cost_per_call.get(name, 0.0)
         rate = config.calls_per_second.get(name)
         if config.calls_per_turn is not None and place >= config.calls_per_turn:
-            reached, advice = f"{_calls(config.calls_per_turn)} in one turn", "The call can be made in your next turn."
-            return self._refuse(Limit.CALLS_PER_TURN, reached, advice)
+            reached = f"{plural(config.calls_per_turn, 'call')} in one turn"
+            return self._refuse(Limit.CALLS_PER_TURN, reached, "The call can be made in your next turn.")
         if config.calls is not None and made >= config.calls:
-            return self._refuse(Limit.CALLS, f"{_calls(config.calls)} in this conversation", _ANSWER)
+            return self._refuse(Limit.CALLS, f"{plural(config.calls, 'call')} in this conversation", _ANSWER)
         if most is not None and self._calls[name] >= most:
-            reached = f"{_calls(most)} of {name} in this conversation"
+            reached = f"{plural(most, 'call')} of {name} in this conversation"
             return self._refuse(Limit.CALLS_PER_TOOL, reached, f"Go on without {name}.")
         # prices are added up as floats: 3 x 0.1 must fit into 0.3
         if config.cost is not None and price and self.cost + price > config.cost * (1 + 1e-9):
@@ -134,7 +134,6 @@ class ChainAccount:
         return left
 
     def end(self, now: float) -> None:
-        """Note that a call has ended in any way."""
         self._running -= 1
         if not self._running:
             self.seconds += now - self._since
@@ -167,7 +166,7 @@ class ChainAccount:
         self._images += len(places)
         if len(places) <= room:
             return content
-        most = "1 image" if self.config.images == 1 else f"{self.config.images} images"
+        most = plural(self.config.images or 0, "image")
         text = f"Image not shown: the limit of {most} in this conversation is reached."
         told = {"type": "text", "text": self._breach(Limit.IMAGES, text, "Go on without it.")}
         left_out = places[max(0, int(room)) :]
@@ -213,8 +212,6 @@ class ChainAccount:
 
 
 class ChainLimits(ChainAccount):
-    """Runs the calls of one chain within its limits."""
-
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
@@ -258,7 +255,3 @@ class ChainLimits(ChainAccount):
 
 _TELL = BreachConfig()
 _ANSWER = "Answer with what you have."
-
-
-def _calls(count: int) -> str:
-    return "1 call" if count == 1 else f"{count} calls"

@@ -82,7 +82,6 @@ def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
 
 
 def failure(kind: CallError, text: str) -> CallToolResult:
-    """Return an error result with a message for the model."""
     return CallToolResult(content=[_text_block(text)], is_error=True, _meta={ERROR_KEY: kind.value})
 
 

@@ -71,7 +71,6 @@ class Pool(Generic[T]):
 
     @property
     def replaces(self) -> bool:
-        """True if each chain gets a new instance."""
         return self._config.max_uses == 1
 
     async def acquire(self) -> "Lease[T]":
@@ -273,8 +272,6 @@ class Pool(Generic[T]):
 
 
 class Lease(Generic[T]):
-    """An instance that one holder uses until it is released."""
-
     def __init__(self, pool: Pool[T], instance: _Instance[T]) -> None:
         self._pool = pool
         self._instance: _Instance[T] | None = instance

@@ -115,7 +115,6 @@ class ModelView:
 
     @property
     def token(self) -> int:
-        """Side of an image token in pixels."""
         return _TOKEN if self.sizes is None else self.sizes.token
 
     @property

@@ -1,4 +1,4 @@
-"""A byte-bounded LRU cache."""
+"""An LRU cache, bounded by bytes or by the number of values."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,8 +8,8 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """An LRU cache of values with sizes in bytes. A new value evicts the least recently used ones until the total is at
-    most `limit` bytes; a value larger than `limit` is kept alone."""
+    """An LRU cache of values with sizes in bytes, or 1 each. A new value evicts the least recently used ones until the
+    total is at most `limit`; a value larger than `limit` is kept alone."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -26,8 +26,12 @@ class ByteCache(Generic[Key, Value]):
         self._values.move_to_end(key)
         return self._values[key][0]
 
-    def put(self, key: Key, value: Value, nbytes: int) -> None:
-        """Cache a value under a new key."""
+    def drop(self, key: Key) -> None:
+        self.nbytes -= self._values.pop(key, (None, 0))[1]
+
+    def put(self, key: Key, value: Value, nbytes: int = 1) -> None:
+        """Cache a value, in place of an earlier one with this key."""
+        self.drop(key)
         self._values[key] = value, nbytes
         self.nbytes += nbytes
         while self.nbytes > self.limit and len(self._values) > 1:
@@ -35,6 +39,5 @@ class ByteCache(Generic[Key, Value]):
             self.nbytes -= dropped
 
     def clear(self) -> None:
-        """Evict all values."""
         self._values.clear()
         self.nbytes = 0

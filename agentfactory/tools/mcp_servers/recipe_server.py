@@ -138,7 +138,6 @@ class ToolServer:
 
     @property
     def isolation_text(self) -> str:
-        """Description of a chain's isolation, for the user."""
         config = self.config
         if config.url is not None:
             return "each chain has a session" if self.isolated else "all chains share the HTTP server"

@@ -11,7 +11,7 @@ from mcp.shared.dispatcher import coerce_request_id
 from mcp_types import PARSE_ERROR, Tool
 
 from agentfactory.base.errors import short
-from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError, object_of
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
 
 MOST_PAGES = 1000
@@ -88,7 +88,7 @@ class Repairs:
         method = self._methods.pop(coerce_request_id(number), "") if isinstance(number, (int, str)) else ""
         if error is None:
             result, mend = message.get("result"), _MENDS.get(method)
-            return message | {"result": _object(result) if mend is None else mend(result, self._tell)}
+            return message | {"result": object_of(result) if mend is None else mend(result, self._tell)}
         message.pop("result", None)
         error = error if isinstance(error, dict) else {"message": error}
         code, text, data = error.get("code"), error.get("message"), error.get("data")
@@ -153,14 +153,10 @@ async def list_tools(client: Client) -> list[Tool]:
         cursors.add(cursor)
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _mend_initialize(result: Any, tell: Tell) -> dict[str, Any]:
-    result = _object(result)
-    given, info = _object(result.get("capabilities")), _object(result.get("serverInfo"))
-    capabilities = {name: _object(value) for name, value in given.items() if value is not None}
+    result = object_of(result)
+    given, info = object_of(result.get("capabilities")), object_of(result.get("serverInfo"))
+    capabilities = {name: object_of(value) for name, value in given.items() if value is not None}
     named = {key: info[key] if isinstance(info.get(key), str) else "" for key in ("name", "version")}
     mended = {"protocolVersion": result.get("protocolVersion"), "capabilities": capabilities, "serverInfo": named}
     if isinstance(instructions := result.get("instructions"), str):
@@ -174,7 +170,7 @@ def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
     if not isinstance(tools, list):
         fault = f"its answer to tools/list has no list `tools`, but {short(tools)}"
         return page | {"tools": [], "_meta": {_FAULT: fault}}
-    cursor = _object(result).get("nextCursor")
+    cursor = object_of(result).get("nextCursor")
     cursor = cursor if cursor is None or isinstance(cursor, str) else json.dumps(cursor)
     return page | {"tools": [_mend_tool(tool) for tool in tools], "nextCursor": cursor}
 
@@ -185,7 +181,7 @@ def _mend_tool(tool: Any) -> dict[str, Any]:
     mended: dict[str, Any] = {"name": tool["name"]}
     if (description := tool.get("description")) is not None:
         mended["description"] = description if isinstance(description, str) else json.dumps(description)
-    meta = dict(_object(tool.get("_meta")))
+    meta = dict(object_of(tool.get("_meta")))
     schema = tool.get("inputSchema")
     if not isinstance(schema, dict):
         meta[REPAIR] = f"has no schema, but {short(schema)}; models see one without properties"

@@ -139,7 +139,6 @@ class CodeInterpreter(Environment):
         return self._starting is None or not self._starting.done() or self._starting.exception() is None
 
     async def close(self) -> None:
-        """End everything."""
         self._end()
 
     def _end(self) -> None:

@@ -91,22 +91,18 @@ class Shell(Environment):
         return await run_program([shell, "-c", command], self.view(), self._limits, self.environment(), **limits)
 
     def view(self) -> View:
-        """Return the file system of commands."""
         assert self.workspace is not None
         return View(self._root, self._readable, {WORKSPACE: self.workspace}, WORKSPACE)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of commands."""
         return {"PATH": PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TERM": "dumb"}
 
     async def release(self) -> None:
-        """Remove the chain's files."""
         if self.workspace is not None:
             await in_folder_thread(remove_folder, self.workspace)
             self.workspace = None
 
     async def close(self) -> None:
-        """Remove remaining files."""
         await self.release()
 
 

@@ -177,7 +177,6 @@ def _apart(bwrap: str, seccomp: int, env: int, user: int = 1000) -> list[str]:
 
 
 def environment(home: str) -> dict[str, str]:
-    """Return all environment variables that the code sees."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"HOME": home, "PATH": "/usr/bin", "LANG": "C.UTF-8", "TMPDIR": f"{home}/.tmp", **one_thread}
 

@@ -24,8 +24,6 @@ _Inode = tuple[int, int]
 
 @dataclass
 class DiskUse:
-    """The disk usage of folders."""
-
     size: int = 0
     """Bytes: blocks of files and folders, at least one block for each; hard links count once."""
     entries: int = 0
@@ -39,7 +37,6 @@ class DiskUse:
     """Counted files that have several names or none."""
 
     def add(self, status: os.stat_result) -> None:
-        """Count an entry."""
         self.entries += 1
         if not stat.S_ISDIR(status.st_mode) and status.st_nlink != 1:
             if (inode := (status.st_dev, status.st_ino)) in self._inodes:
@@ -53,7 +50,6 @@ class DiskUse:
 
 
 def measure(folders: Iterable[Path]) -> DiskUse:
-    """Return the disk usage of `folders`."""
     use, begun = DiskUse(), thread_time()
     for folder in folders:
         try:

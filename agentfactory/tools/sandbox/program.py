@@ -116,7 +116,8 @@ async def run_program(
     # bwrap reports the status only of a program that it has started
     if b"exit-code" not in told and ended is None:
         raise bubblewrap.refusal(said[-1])
-    return ProgramResult(_status(started), said[0], said[-1] if not merged else "", ended)
+    status = started.popen.wait()
+    return ProgramResult(128 - status if status < 0 else status, said[0], said[-1] if not merged else "", ended)
 
 
 async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
@@ -303,11 +304,6 @@ async def waited_for(event: Coroutine[Any, Any, Any]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([waiting])
         raise
-
-
-def _status(started: SandboxProcess) -> int:
-    status = started.popen.wait()
-    return 128 - status if status < 0 else status
 
 
 class _Output:

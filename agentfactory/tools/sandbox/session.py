@@ -75,7 +75,6 @@ class Sandbox:
 
     @staticmethod
     def discard(starting: "Future[SandboxProcess]") -> None:
-        """End a started sandbox that is no longer needed."""
         if not starting.cancel():
             starting.add_done_callback(lambda started: None if started.exception() else started.result().free())
 
@@ -97,7 +96,6 @@ class Sandbox:
 
     @property
     def lost(self) -> bool:
-        """True if the sandbox was ended."""
         return self._fault is not None
 
     async def run(self, code: str, seconds: float) -> CellResult:

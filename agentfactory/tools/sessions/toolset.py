@@ -99,7 +99,6 @@ class Toolset:
 
     @property
     def environments(self) -> list[str]:
-        """Names of the servers that are environments."""
         return [server.name for server in self._servers if server.environment]
 
     def harmless(self, reads: bool) -> list[ToolSpec]:
@@ -125,7 +124,6 @@ class Toolset:
 
     @property
     def judges(self) -> bool:
-        """True if an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)
 
     @property

@@ -116,7 +116,6 @@ def verify(path: Path) -> list[str]:
 
 
 def newest_whole(paths: list[Path]) -> Path | None:
-    """Return the last of `paths` that is not damaged."""
     for path in reversed(paths):
         with suppress(DamagedCheckpointError):
             verify(path)

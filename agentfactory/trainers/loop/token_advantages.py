@@ -67,8 +67,6 @@ class _Chain:
 
 
 class Credit:
-    """The credit of the chains of one batch of groups."""
-
     def __init__(
         self, groups: Sequence[Group], recipe: TrainRecipe, fresh: Callable[[Row], np.ndarray] | None = None
     ) -> None:

@@ -24,14 +24,11 @@ from agentfactory.trainers.networks.policy import Policy
 
 
 class Role(StrEnum):
-    """The model part that a forward pass runs: policy or critic."""
-
     POLICY = "policy"
     CRITIC = "critic"
 
 
 def role_of(name: str) -> Role:
-    """Return the role that trains the weight of this name."""
     return Role.CRITIC if name.startswith("critic.") or CRITIC_ADAPTER in name.split(".") else Role.POLICY
 
 

@@ -167,8 +167,6 @@ def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Call
 
 
 def _apply_liger(network: PreTrainedModel) -> None:
-    if not is_installed("liger_kernel"):
-        raise SettingError("train.liger", "liger-kernel is not installed", "run `pip install liger-kernel`")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     kind = network.config.model_type

@@ -16,6 +16,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
+from agentfactory.base.errors import some
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, ON_CPU, ON_GPU, UNKNOWN, sglang_hash, weight_digest
 from agentfactory.trainers.networks.handover import HandedOver
@@ -271,11 +272,9 @@ class Content:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
         left = set().union(*unproven.values())
         if left and not unknown:
-            raise SyncError(f"the server returned no checksum for {_some(left)}")
+            raise SyncError(f"the server returned no checksum for {some(left)}")
         if unknown:
-            text = (
-                f"the server has {_some(unknown)} under a name or in a layout that the trainer does not know; of the "
-            )
+            text = f"the server has {some(unknown)} under a name or in a layout that the trainer does not know; of the "
             text += f"trainer's {len(self.state)} weights, only the canary proves {len(left)}"
             notify(logger, "weights that only the canary proves", text, see="docs/servers.md")
         return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
@@ -356,7 +355,7 @@ class Content:
         key = (layout.key, form)
         if key not in self._digests:
             if any(piece.is_meta for piece in layout.pieces):
-                problem = f"the server has {_some(set(layout.names))} in another layout than before the update"
+                problem = f"the server has {some(set(layout.names))} in another layout than before the update"
                 raise SyncError(f"{problem}: it was restarted with other options; resume the run")
             self._digests[key] = compute()
         return self._digests[key]
@@ -365,7 +364,3 @@ class Content:
 def _replica(key: str) -> str:
     """Return the replica in a checksum's key, "dp0" in "dp0:pp0:pcp0:tp0:NAME"; "" for a key without worker."""
     return key.split(":")[0] if key.startswith("dp") and ":" in key else ""
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

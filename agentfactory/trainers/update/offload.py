@@ -131,19 +131,19 @@ def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
         for parameter in network.parameters():
             yield parameter, not parameter.requires_grad
             # bitsandbytes: the scales of a quantised weight are attached to the parameter
-            yield from ((constant, True) for constant in _tensors(getattr(parameter, "quant_state", None)))
+            yield from ((constant, True) for constant in tensors_in(getattr(parameter, "quant_state", None)))
         yield from ((buffer, False) for buffer in network.buffers())
-    yield from ((value, False) for value in _tensors(learner.optimizer.state))
+    yield from ((value, False) for value in tensors_in(learner.optimizer.state))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif type(value).__name__ == "QuantState":
-        yield from _tensors(vars(value))
+        yield from tensors_in(vars(value))
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tensor], bool]]:

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.networks.critic import Role, role_of
 from agentfactory.trainers.networks.vision_tower import tower_of
@@ -27,7 +26,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     settings = config.optimizer
     groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
     if settings.name in ("adamw_8bit", "lion"):
-        _need_bitsandbytes(settings.name, groups[0]["params"][0].device)
+        _need_gpu(settings.name, groups[0]["params"][0].device)
     match settings.name:
         case "muon":
             return MuonAndAdamW(groups, settings)
@@ -112,12 +111,10 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     return [*made.values()]
 
 
-def _need_bitsandbytes(name: str, device: torch.device) -> None:
+def _need_gpu(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
         raise SettingError("train.optimizer.name", problem, "use adamw")
-    if not is_installed("bitsandbytes"):
-        raise SettingError("train.optimizer.name", f"{name} needs bitsandbytes", "run `pip install bitsandbytes`")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:

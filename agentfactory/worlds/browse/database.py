@@ -8,8 +8,9 @@ from pathlib import Path
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import writing
-from agentfactory.base.files.lock_file import locked, open_lock, private_mode
+from agentfactory.base.files.lock_file import open_lock, private_mode
 from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.worlds.shared import locked
 
 _BUSY_SECONDS = 30.0
 

@@ -163,7 +163,6 @@ class ImageTools(Environment):
         return " ".join(self._named(self._add(picture), picture))
 
     def release(self) -> None:
-        """Forget the images."""
         self._pictures = []
 
     def _picture(self, number: int) -> Picture:

@@ -139,12 +139,10 @@ class Jvm:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs."""
         return not self._ended and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property

@@ -144,7 +144,6 @@ class ScienceWorld(Environment):
         return None if last.completed else (self._seen, last.score)
 
     def release(self) -> None:
-        """Release the game."""
         play, self._play = self._play, None
         self._last = Step("", 0, False, 0)
         if play is not None:

@@ -21,7 +21,7 @@ from agentfactory.base.http.clients import AnswerError, answer_within, open_sess
 from agentfactory.base.http.proxies import Proxy, proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.base.processes.environment import may_be_read
+from agentfactory.base.processes.environment import VARIABLE, is_named
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extension import check_types
@@ -78,7 +78,6 @@ class Budget:
             return self._read(connection)
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()
 
     def _read(self, connection: sqlite3.Connection) -> Spending:
@@ -322,7 +321,8 @@ class Engine(ABC):
 def variable(engine: str, name: str) -> str:
     """Return an engine's environment variable. Raises SettingError if it is not set, or not named in the recipe."""
     value = os.environ.get(name, "").strip()
-    if value and may_be_read(name):
+    # without a recipe, none names it
+    if value and (VARIABLE not in os.environ or is_named(name)):
         return value
     reason = "the recipe does not name" if value else "is not set"
     fix = f"{'' if value else f'export {name}, and '}name it in the recipe: env: [{name}]"

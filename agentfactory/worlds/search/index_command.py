@@ -26,7 +26,6 @@ _SAY_SECONDS = 10.0
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     build, serve = (
         actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)

@@ -49,7 +49,6 @@ class TextArena(GameWorld):
         return {"reward": reward, "success": float(reward >= 1), **{name: float(n) for name, n in numbers.items()}}
 
     def release(self) -> None:
-        """Forget the game."""
         super().release()
         self._moves = self._illegal = 0
         self._verdict = None

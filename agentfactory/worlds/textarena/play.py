@@ -22,8 +22,6 @@ _RESIGNS = ("[resign]",) * 2
 
 
 class Play:
-    """The game of one process."""
-
     def names(self) -> list[str]:
         """Return the names of the games that can be played."""
         return sorted(name for name in ENV_REGISTRY if players(name))

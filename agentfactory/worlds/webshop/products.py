@@ -91,16 +91,12 @@ DOWNLOAD = (
 
 
 class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An entry of an attributes file."""
-
     attributes: list[str] | None = None
     instruction: str | None = None
     instruction_attributes: list[str] | None = None
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """A human-written instruction."""
-
     instruction: str
     instruction_attributes: list[str]
     instruction_options: list[str]

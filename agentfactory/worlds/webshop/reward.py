@@ -38,8 +38,6 @@ _LATIN_1 = {code: None for code in range(128, 256)}
 
 @dataclass(frozen=True)
 class Score:
-    """A reward and its components."""
-
     reward: float
     type: float
     """1, 0.5, 0.1 or 0: the match between the product's type and the goal's."""

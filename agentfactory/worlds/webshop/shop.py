@@ -18,10 +18,11 @@ import msgspec
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import writing
-from agentfactory.base.files.lock_file import locked, open_lock
+from agentfactory.base.files.lock_file import open_lock
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage, encodable
+from agentfactory.worlds.shared import locked
 from agentfactory.worlds.webshop.catalogue import write_catalogue
 from agentfactory.worlds.webshop.goals import Goal, GoalKind, human_goals, shuffled, synthetic_goals
 from agentfactory.worlds.webshop.nouns import load_tagger

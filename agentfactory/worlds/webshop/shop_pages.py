@@ -47,8 +47,6 @@ class Visit:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of pages."""
-
     results_per_page: int = RESULTS_PER_PAGE
     show_attributes: bool = False
     """True if an item's page links to its attributes, query and categories."""
@@ -105,7 +103,6 @@ def clickable(visit: Visit, shop: Shop, layout: Layout) -> list[str]:
 
 
 def render(visit: Visit, shop: Shop, layout: Layout) -> str:
-    """Return the page's text."""
     return SEPARATOR.join(text.strip() for text in _texts(visit, shop, layout) if text.strip())
 
 

@@ -108,7 +108,6 @@ class WebShop(Environment):
         return None if visit.page is Page.DONE else [self._shown, visit.options]
 
     def release(self) -> None:
-        """Forget the visit."""
         self._visit = self._score = None
 
     def _here(self) -> Visit:

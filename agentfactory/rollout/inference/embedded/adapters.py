@@ -120,7 +120,6 @@ class AdapterLayers:
         return adapter
 
     def tensors(self) -> list[Tensor]:
-        """Return all allocated factors."""
         return [factor for factors, _ in self._places for pair in factors.values() for factor in pair]
 
     def _hook(self, name: str) -> None:

@@ -133,6 +133,5 @@ class StaticDecoder:
 
 
 def _rounded(number: int, least: int, most: int) -> int:
-    """Round `number` up to one of few values."""
     step = max(least, 2 ** (int(np.ceil(np.log2(number))) - 2))
     return min(-(-number // step) * step, most)

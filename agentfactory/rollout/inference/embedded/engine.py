@@ -107,16 +107,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if any request waits or runs."""
         return bool(self.running or self.waiting)
 
     @property
     def cache_usage(self) -> float:
-        """Share of the cache used by running requests."""
         return float(self._known[self._held].sum()) / self._ids.size
 
     def requests(self) -> list[Request]:
-        """All unfinished requests."""
         return self.running + self.waiting
 
     def add(self, request: Request) -> None:

@@ -23,8 +23,6 @@ IMAGE_BYTES = 2**30
 
 
 class ImageCache:
-    """A cache of received images, by uuid."""
-
     def __init__(self, vision: PatchVision, limit: int = IMAGE_BYTES) -> None:
         self.vision = vision
         self._held: ByteCache[str, HeldImage] = ByteCache(limit)

@@ -82,7 +82,6 @@ class Planner:
         return Plan(self.tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def masks(self, visible: Tensor, keys: int, times: int = 1) -> tuple[Tensor, Tensor | None]:

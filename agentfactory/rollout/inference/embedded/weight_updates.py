@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from agentfactory.base.errors import some
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
 from agentfactory.rollout.inference.http_server import BadRequest
@@ -57,12 +58,11 @@ class WeightUpdate:
         self._check_whole("weight_version: the update", self._given)
 
     def close(self) -> None:
-        """Release the sender's memory."""
         self._buffers.close()
 
     def _check_whole(self, source: str, given: set[str]) -> None:
         if missing := [names[0] for names in self._weights.tied if not given.intersection(names)]:
-            raise BadRequest(f"{source} lacks the tensor {_some(missing)}")
+            raise BadRequest(f"{source} lacks the tensor {some(missing)}")
 
     def _load_files(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -78,7 +78,7 @@ class WeightUpdate:
     def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
         given = set(holders)
         if unknown := sorted(given - self._weights.state.keys()):
-            raise BadRequest(f"{path}: the model has no tensor {_some(unknown)}")
+            raise BadRequest(f"{path}: the model has no tensor {some(unknown)}")
         self._check_whole(f"{path}:", given)
         for name, file in holders.items():
             shape, needed = tuple(file.get_slice(name).get_shape()), self._weights.state[name].shape
@@ -152,7 +152,3 @@ def checksums(model: nn.Module) -> dict[str, str]:
     names = [tied[0] for tied in weights.tied]
     with ThreadPoolExecutor(memory_threads()) as pool:
         return dict(zip(names, pool.map(lambda name: weight_digest(weights.read(name)), names), strict=True))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -30,8 +30,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class SglangProcess:
-    """A server that was started here."""
-
     def __init__(self, python: str | None, flags: Sequence[str]) -> None:
         """Start `python -m sglang.launch_server` with `flags`, on a free port of loopback."""
         self.api_key = secrets.token_urlsafe(32)
@@ -77,7 +75,6 @@ class SglangProcess:
             await asyncio.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """End the server and its descendants."""
         self._config.unlink(missing_ok=True)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):

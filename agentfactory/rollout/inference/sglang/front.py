@@ -20,8 +20,6 @@ NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 class Front(ProtocolServer):
-    """Our protocol's routes, answered by one SGLang server."""
-
     def __init__(
         self, sglang: Sglang, served: Served, served_model_name: str, api_key: str, nccl: str | None = None
     ) -> None:

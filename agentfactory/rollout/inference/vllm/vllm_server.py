@@ -71,7 +71,6 @@ def _fail(message: str) -> NoReturn:
 
 
 def _end(message: str) -> NoReturn:
-    """End vLLM, from another thread."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(1)
 
