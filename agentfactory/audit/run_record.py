@@ -20,7 +20,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_r
 from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups, train_files
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, UNFINISHED, read_groups, train_files
 from agentfactory.trainers.checkpoints.checkpoint_folder import read_info
 
 KIND = "agentfactory"
@@ -148,7 +148,7 @@ class _Files:
         self.trained = train_files(folder.trajectories)
         self.held_out: dict[Path, tuple[int | None, str]] = {}
         for file in sorted(folder.trajectories.rglob("*.jsonl")):
-            if found := _EVALUATED.fullmatch(file.stem):
+            if file.parent.name != UNFINISHED and (found := _EVALUATED.fullmatch(file.stem)):
                 self.held_out[file] = (int(found[1]) if found[1] else None, found[2])
         others = {*folder.trajectories.glob("*.jsonl")} - {*self.trained, *self.held_out, folder.credit}
         self.trained += sorted(others)

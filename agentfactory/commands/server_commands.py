@@ -283,7 +283,11 @@ def acting(
                 log, start = folder.logs / "server.log", server_command(served.recipe, served.adapters)
                 server = begin_server(served.recipe, start, children, log, say, served.adapters)
                 urls = [wait_for_server(served.recipe, server, children, say)]
-            yield served, folder, urls
+            try:
+                yield served, folder, urls
+            except KeyboardInterrupt as error:
+                error.add_note(f"chains so far: {display(folder.trajectories)}")
+                raise
         except Exception as error:
             # if the server has ended, report that as the cause
             if server is not None:

@@ -80,6 +80,7 @@ class TimePlan:
 
     def __str__(self) -> str:
         largest = max(self.phases, key=lambda name: self.phases[name])
+        halves = _HALVES[largest] if len(self.phases) > 1 else "half of train.batch_size"
         told = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.phases.items())
         lengths = self.lengths
         chain = f"{lengths.turns:.1f} turns, {lengths.sampled:.0f} sampled of {lengths.whole:.0f} tokens"
@@ -87,19 +88,24 @@ class TimePlan:
         run = clock(self.step * self.steps + self.evaluations)
         return (
             f"a step takes about {clock(self.step)} ({told}; tools not counted), the run {run}{beside}; for chains of "
-            f"{chain} ({lengths.source}); to halve the {largest}: {_HALVES[largest]}"
+            f"{chain} ({lengths.source}); to halve the {largest}: {halves}"
         )
 
     def told_after(self, metrics: Mapping[str, float]) -> str | None:
-        """Return a sentence if these are the metrics of step 1, and it was not as planned, by more than half."""
+        """Return a sentence if these are the metrics of the first whole step, and it was not as planned by more than
+        half."""
         took = metrics.get("seconds/step", self.step)
-        if metrics.get("step") != 1 or 0.5 < took / self.step < 1.5:
+        # the chains of step 1 may have run during the first evaluation
+        first = min(self.steps, 2 if "rollout" in self.phases else 1)
+        if metrics.get("step") != first or 0.5 < took / self.step < 1.5:
             return None
         tokens, turns = metrics.get("trajectory/sampled_tokens"), metrics.get("turns")
-        told = f"step 1 took {clock(took)}, and {clock(self.step)} were planned"
+        told = f"step {first} took {clock(took)}, and {clock(self.step)} were planned"
         if tokens is not None and turns is not None:
             told += f": its chains had {turns:.1f} turns and {tokens:.0f} sampled tokens, "
             told += f"planned were {self.lengths.turns:.1f} and {self.lengths.sampled:.0f}"
+            return told
+        told += "; other programs may use the processors"
         return told
 
 

@@ -43,7 +43,7 @@ def test_a_step_is_the_sum_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert plan.phases["sync"] == pytest.approx(400 * 1000 * 1e-9 + 4 * 1000 / 1e9)
     padded = plan_time(recipe_of(batching="padded"), SIZE, lengths, SPEED)
     assert padded.phases["update"] == pytest.approx(3 * (8 * 35 * 900 + 8 * 20 * 100) * 1e-9)
-    seen = {"step": 1, "turns": 3.0, "trajectory/sampled_tokens": 60.0}
+    seen = {"step": 2, "turns": 3.0, "trajectory/sampled_tokens": 60.0}
     assert plan.told_after({**seen, "seconds/step": 1.4 * plan.step}) is None
     assert "its chains had 3.0 turns and 60 sampled tokens, planned were 2.0 and 20" in str(
         plan.told_after({**seen, "seconds/step": 1.6 * plan.step})

@@ -52,6 +52,34 @@ def test_saved_groups_follow_the_recipes_policies(
         assert chain.id.endswith(".retry") or chain not in called
 
 
+STOPS = """
+import os
+import signal
+from agentfactory import reward
+
+
+@reward
+def stop(prediction):
+    os.kill(os.getpid(), signal.SIGINT)
+    return 0.0
+"""
+
+
+def test_what_was_sampled_before_a_signal_is_kept_apart(
+    warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    recipe = recipe_of(warm_start, tools=HUNT, rewards=["stops.py:stop"], rollout={"group_size": 8, "max_tokens": 40})
+    tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=1))
+    with pytest.raises(KeyboardInterrupt):
+        run_rollout(recipe, tmp_path, lambda record: None, opening(recipe, tasks, tmp_path, warm_server))
+    assert [*read_groups(tmp_path)] == []
+    (group,) = read_groups(tmp_path / "unfinished")
+    assert group.task == tasks[0]
+    assert sum(chain.turns for chain in group.trajectories) > 0
+    assert Outcome.CANCELLED in [chain.outcome for chain in group.trajectories]
+
+
 USERS = """
 from agentfactory import Agent, reward
 

@@ -41,6 +41,8 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
 _RECORD_BYTES = 1 << 30
 """Maximum size of a group's arrays; 64 chains of 100,000 tokens have an eighth of that, with top_k grades more."""
 
+UNFINISHED = "unfinished"
+"""Folder, beside saved groups, of those that a signal cut short."""
 CREDIT_FILE = "credit.jsonl"
 """Name of the file, in a folder of trajectories, with the trainer's values per token. It contains no groups."""
 
@@ -126,9 +128,11 @@ def append_group(path: Path, group: Group) -> EncodedGroup:
 
 
 def keep_unfinished(path: Path, group: Group) -> None:
-    """Save what the chains of a group that will not end have sampled: beside `path`, which has whole groups only."""
+    """Save what the chains of a group that will not end have sampled, apart from `path` and what reads its folder."""
     if any(chain.turns for chain in group.trajectories):
-        append_group(path.with_name(f"unfinished-{path.name}"), group)
+        folder = path.parent / UNFINISHED
+        folder.mkdir(exist_ok=True)
+        append_group(folder / path.name, group)
 
 
 def delete_groups(path: Path) -> None:

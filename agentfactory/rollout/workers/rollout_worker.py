@@ -311,7 +311,7 @@ class Worker:
             for part in encode_delivered(delivered):
                 self.writer.write(part)
             await self.writer.drain()
-        await self._send("batch", figures=figures)
+        await self._send("batch", figures=figures, counts=astuple(COUNTS))
 
     async def _send(self, kind: str, **fields: Any) -> None:
         self.writer.write(encode(kind, **fields))

@@ -259,6 +259,8 @@ class WorkerProcess:
         self._take(self._receive())
 
     def _take(self, message: dict[str, Any]) -> None:
+        if "counts" in message:
+            self.counts = ChainCounts(*message["counts"])
         if message["kind"] == "group":
             self._groups.append(message["group"])
         elif message["kind"] == "batch":
@@ -274,9 +276,7 @@ class WorkerProcess:
             # the worker's own output goes only to its log; ours reaches the user
             notice = Notice(**{name: value for name, value in message.items() if name != "kind"})
             log(logger, replace(notice, see=notice.see or str(self.log_file)))
-        elif message["kind"] == "alive":
-            self.counts = ChainCounts(*message["counts"])
-        else:
+        elif message["kind"] != "alive":
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 
     def close(self) -> None:
