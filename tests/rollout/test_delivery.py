@@ -251,7 +251,7 @@ def test_the_code_that_holds_up_a_worker_is_named_and_ended(
     assert f"s: {words}; see worker.log" in caplog.messages[0]
     assert answers == [Ready({}, "")]
     monkeypatch.setattr(worker_socket, "STALL_SECONDS", 0.5)
-    end.batches = []  # type: ignore[assignment]
+    end.batches, end.counts = [], ChainCounts()  # type: ignore[assignment]
     with pytest.raises(WorkerDiedError) as died:
         together(end).next_batch(1)
     begin = f"the rollout worker was killed: {words}, for longer than rollout.timeout_seconds=0.5; fix: "
