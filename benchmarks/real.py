@@ -110,9 +110,7 @@ def server_recipe(model: str, engine: str, vllm: str | None = None) -> dict[str,
     }
     if vllm:
         server["options"] = {"python": vllm}
-    # only an adapter may follow a rounded base
-    lora = {"lora": {}} if quantization else {}
-    return {"model": {"path": model, "dtype": "float32", **lora}, "server": server}
+    return {"model": {"path": model, "dtype": "float32"}, "server": server}
 
 
 async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:

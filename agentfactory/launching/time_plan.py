@@ -32,8 +32,9 @@ _OCCUPIED = 0.7
 """Share of the places that are occupied on average, while a batch's last chains end."""
 _PER_LAYER = {"decode": 25, "update": 200}
 """Operations of a layer in a decoding step, and in the update of a micro-batch."""
-_TURN, _ROW, _STEP = 200, 400, 8000
-"""Work for a turn in worker and server, and for a row and a step in the trainer, in operations on small tensors."""
+_TURN, _TOKEN, _STEP = 200, 5, 5000
+"""Work for a turn in worker and server, and for a row's token and a step in the trainer, in operations on small
+tensors."""
 _PROBES, _SYNC = 400, 12_000
 """Tokens that prove a sync, and its other work in operations on small tensors."""
 _BYTES = 1e9
@@ -161,7 +162,7 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> Tim
     passes += recipe.teacher is not None and recipe.teacher.url is None
     computed = (positions * size.body + chains * lengths.sampled * size.head) * row * passes
     parts = math.ceil(positions / train.token_budget)
-    started = (parts * size.layers * _PER_LAYER["update"] + chains * _ROW + _STEP) * speed.operation
+    started = (parts * size.layers * _PER_LAYER["update"] + chains * lengths.whole * _TOKEN + _STEP) * speed.operation
     phases = {"rollout": 0.0, "update": train.updates_per_batch * (computed + started), "sync": 0.0}
     evaluations = 0.0
     if runs_chains(recipe, "train"):
