@@ -1,6 +1,6 @@
-"""What the user of a run is told, from any module. Notices are shown once in the terminal, counted, and repeated at the
-end; a worker forwards its notices to rank 0 of the trainer (`launching.progress.tell_warnings`). Activities are told
-after some seconds without another word."""
+"""Notices and activities, for the user of a run, from any module. Notices are shown once in the terminal, counted, and
+repeated at the end; a worker forwards its notices to rank 0 of the trainer (`launching.progress.tell_warnings`).
+Activities are told after some seconds without another word."""
 
 import logging
 import threading
@@ -99,10 +99,10 @@ def doing(what: str | Callable[[float], str]) -> Iterator[None]:
         _activities.remove(activity)
 
 
-def counted(what: str, parts: Sequence[Part]) -> Iterator[Part]:
+def counted(what: str, noun: str, parts: Sequence[Part]) -> Iterator[Part]:
     """Yield `parts`, and declare meanwhile how many of them are done."""
     done = 0
-    with doing(lambda seconds: f"{what}: {done} of {len(parts)} micro-batches done, {seconds:.0f} s so far"):
+    with doing(lambda seconds: f"{what}: {done} of {len(parts)} {noun} done, {seconds:.0f} s so far"):
         for part in parts:
             yield part
             done += 1
@@ -110,7 +110,8 @@ def counted(what: str, parts: Sequence[Part]) -> Iterator[Part]:
 
 def current() -> str:
     """Return what this process is doing; empty if nothing was declared."""
-    return str(_activities[-1]) if _activities else ""
+    # a slice, because the thread that acts may end its activity meanwhile
+    return "".join(map(str, _activities[-1:]))
 
 
 @contextmanager
@@ -127,7 +128,10 @@ def heard(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     def beat() -> None:
         while not ended.wait(max(0.1, spoken + QUIET_SECONDS - time.monotonic())):
             if time.monotonic() >= spoken + QUIET_SECONDS and (text := current()):
-                speak(text)
+                try:
+                    speak(text)
+                except OSError:  # the reader of our output is gone: the next word of the command ends it
+                    return
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

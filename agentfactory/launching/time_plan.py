@@ -5,18 +5,18 @@ weights, and as many for an adapter, whose base gets no gradients (Kaplan et al.
 
 import json
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from agentfactory.base.messages import text_of
-from agentfactory.base.processes.devices import ROWS, Speed, measured, width_of
+from agentfactory.base.processes.devices import ROWS, Speed, may_have_gpu, measured, width_of
 from agentfactory.base.run_notices import clock
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import is_quick, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.opening_prompt import opening_messages
@@ -105,13 +105,11 @@ class TimePlan:
         if tokens is not None and turns is not None:
             told += f": its chains had {turns:.1f} turns and {tokens:.0f} sampled tokens, "
             told += f"planned were {self.lengths.turns:.1f} and {self.lengths.sampled:.0f}"
-            return told
-        told += "; other programs may use the processors"
-        return told
+        return f"{told}; tools and other programs on the processors take time, too"
 
 
 _HALVES = {
-    "rollout": "half of rollout.max_tokens, rollout.group_size or train.batch_size",
+    "rollout": "half of train.batch_size or rollout.group_size, or shorter chains",
     "update": "half of train.batch_size or rollout.group_size",
     "sync": "model.lora, whose adapter is small",
 }
@@ -125,7 +123,7 @@ def plan_times(stages: Sequence[Recipe]) -> "Iterator[TimePlan | str]":
         model = next(
             (path for path in (stage.model.path, stages[0].model.path) if (Path(path) / "config.json").is_file()), None
         )
-        if stage.plans_for_a_gpu and measured().gpu is None:
+        if stage.plans_for_a_gpu and not may_have_gpu():
             yield "its time is planned on the GPU itself"
         elif model is None:
             yield f"its time is planned once {stage.model.path} exists"
@@ -169,8 +167,9 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> Tim
         phases["rollout"] = rollout(train.batch_size, chains)
         phases["sync"] = _PROBES * (size.body + size.head) * row + _SYNC * speed.operation
         phases["sync"] += 0.0 if lora else 4 * (size.body + size.head) / _BYTES
-        if recipe.eval.data is not None and recipe.eval.data.path is not None:
-            tasks = len(load_tasks(recipe.eval.data, "eval.data"))
+        held_out = recipe.eval.data
+        if held_out is not None and held_out.file is not None and is_quick(held_out.file):
+            tasks = len(load_tasks(held_out, "eval.data"))
             times = 2 + ((train.steps - 1) // recipe.eval.every if recipe.eval.every else 0)
             evaluations = times * rollout(tasks, tasks * (recipe.eval.samples + recipe.eval.greedy))
     else:
@@ -229,7 +228,7 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
 
 
 def _rows(data: DataConfig | None) -> list[Task]:
-    if data is None or data.file is None:
+    if data is None or data.file is None or not is_quick(data.file):
         return []
     return load_tasks(data.model_copy(update={"limit": min(data.limit or _READ_ROWS, _READ_ROWS)}))
 
@@ -243,10 +242,9 @@ def size_of(folder: Path) -> Size:
     share = text.get("num_experts_per_tok", experts) / experts if experts else 1.0
     body = embedding = head = 0.0
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as content:
-            header = json.loads(content.read(struct.unpack("<Q", content.read(8))[0]))
-        for name, tensor in header.items():
-            shape = tensor.get("shape", ())
+        with safe_open(file, "numpy") as content:
+            shapes = {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
+        for name, shape in shapes.items():
             if len(shape) < 2 or "visual" in name or "vision" in name:
                 continue
             count = math.prod(shape)

@@ -11,7 +11,7 @@ from agentfactory.trainers.config import TrainRecipe
 pytestmark = [pytest.mark.extended, pytest.mark.processes]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not measured")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test is about CPUs")
 def test_a_cpu_without_bfloat16_instructions_takes_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(devices, "measure", None)  # another process measures
     for variable in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):

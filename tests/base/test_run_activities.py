@@ -27,7 +27,7 @@ def test_the_innermost_activity_is_told_after_a_silence(monkeypatch: pytest.Monk
 
 
 def test_parts_are_counted() -> None:
-    shown = [current() for _ in counted("updating", range(2))]
+    shown = [current() for _ in counted("updating", "micro-batches", range(2))]
     assert shown == [f"updating: {done} of 2 micro-batches done, 0 s so far" for done in range(2)]
 
 

@@ -56,14 +56,14 @@ def may_have_gpu() -> bool:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured on this machine, in seconds."""
+    """The measured speed of this machine, in seconds."""
 
     layers: dict[str, dict[str, list[float]]]
     """Width -> dtype -> seconds of a linear layer per weight, for each of ROWS."""
     operation: float
     """Seconds to start an operation on small tensors."""
     gpu: bool | None = None
-    """Whether the GPU computes in bfloat16; None without a GPU."""
+    """True if the GPU has products in bfloat16; None if there is no GPU."""
 
     def of(self, dtype: str, width: int) -> list[float]:
         """Return the seconds per weight, for each of ROWS, of layers of about this width."""
@@ -129,7 +129,7 @@ def _kept() -> Path:
     machine = Path("/proc/sys/kernel/random/boot_id" if may_have_gpu() else "/proc/cpuinfo")
     lines = machine.read_text(encoding="utf-8").splitlines() if machine.exists() else [platform.processor()]
     known = {line for line in lines if line.startswith(("model name", "flags", "Features")) or ":" not in line}
-    limits = [os.environ.get(name, "") for name in _VARIABLES]
+    limits = [*(os.environ.get(name, "") for name in _VARIABLES), ROWS, WIDTHS]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory"
     return folder / f"speed-{sha256(repr([sorted(known), version('torch'), limits]).encode()).hexdigest()[:16]}.json"
 

@@ -10,7 +10,7 @@ from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 5.0
 _ENOUGH = 0.02
 """Share of the tokens from which their rate, after the prompts, tells something about the time left."""
 
@@ -62,7 +62,9 @@ def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig)
         tokens = max(own, served)
         if not asked:
             return f"waiting for the first chain, {seconds:.0f} s so far"
-        told = f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {tokens / seconds:,.1f} tokens/s"
+        told = (
+            f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {tokens / max(seconds, 0.1):,.1f} tokens/s"
+        )
         done = max(ended, tokens / longest) / asked
         if (0 if ended else _ENOUGH) < done < 1:
             # before the first chain has ended, all could become as long as they may

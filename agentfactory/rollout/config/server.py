@@ -77,8 +77,8 @@ class ServerConfig(Choice):
     """Maximum number of sequences decoded in a batch."""
     quantization: str | None = None
     """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8, in
-    which a CPU computes several times as fast as in float32. On a GPU it only rounds the weights, as int4 does, to test
-    how rounding affects learning."""
+    which a CPU with AVX2 computes large layers several times as fast as in float32. Elsewhere it only rounds the
+    weights, as int4 does, to test how rounding affects learning."""
 
     @property
     def urls(self) -> list[str]:

@@ -66,7 +66,7 @@ class Look:
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     own: int = 0
-    """Those of them in which no turn calls a tool of the recipe: the agent's code does, or the tool is the agent's."""
+    """Chains of `called` whose agent called tools in its own code, or brought them: no turn calls one of the recipe."""
     malformed: int = 0
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""

@@ -181,7 +181,7 @@ class Learner:
         if self._teacher is not None:
             frozen |= {"teacher": self._teacher.logprobs, "teacher_top": self._teacher.top}
         with weights_kept(self.model, self.policy.dtype):
-            for part in counted("scoring", batch.micro_batches):
+            for part in counted("scoring", "micro-batches", batch.micro_batches):
                 streams: dict[str, Targets] = {}
                 if "proximal" in names or "entropy" in names:
                     found = self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
@@ -215,7 +215,7 @@ class Learner:
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
         with weights_kept(self.model, self.policy.dtype):
-            for index, part in enumerate(counted("updating", batch.micro_batches)):
+            for index, part in enumerate(counted("updating", "micro-batches", batch.micro_batches)):
                 made: list[Terms] = []
                 last = index == len(batch.micro_batches) - 1
                 if loss is not None:
