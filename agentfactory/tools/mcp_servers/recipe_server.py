@@ -31,7 +31,7 @@ _GAUGE_SECONDS = 2.0
 
 
 def _state_of(file: Path) -> list[int]:
-    """Return the last change and the size of a file, and the size of a database's log beside it; empty if it is missing."""
+    """Return the sizes of a file and of a database's log beside it, and the file's last change; empty without a file."""
     found = [path.stat() for path in (file, Path(f"{file}-wal")) if os.path.isfile(path)]
     return [each.st_size for each in found] + [each.st_mtime_ns for each in found[:1]]
 
