@@ -4,13 +4,16 @@ MODEL is the folder of a causal language model with its tokenizer. The goals are
 alternates between the two sides of a comparison; every process has one thread per available core. The last line is
 JSON:
 
-- `decode_vs_generate` (goal: 2.0): tokens per second of the embedded engine, over HTTP, divided by those of one batched
-  `generate` of transformers: 16 prompts of 128 tokens, 128 sampled tokens each. Medians.
-- `decode_vs_roofline`: the seconds that measured products of the model's weights take for these prompts and tokens
-  (`processes/devices.py`; 16 rows a step for decoding), divided by those of the embedded engine.
-- `int8_vs_generate`: `decode_vs_generate` with `server.quantization: int8`.
-- `decode_vs_vllm_cpu` (goal: 1.0): the same, divided by vLLM's. Only with `--vllm`, the Python of an environment with
-  vLLM for CPUs.
+- `decode_8_vs_generate` (goal: 2.0), `decode_32_vs_generate`: tokens per second of the embedded engine, over HTTP,
+  divided by those of one batched `generate` of transformers: 8 and 32 prompts of 128 tokens, 128 sampled tokens each.
+  Medians.
+- `decode_8_vs_roofline`, `decode_32_vs_roofline`: the seconds that measured products of the model's weights take for
+  these prompts and tokens (`processes/devices.py`; 8 or 32 rows a step for decoding), divided by those of the embedded
+  engine.
+- `prefill_vs_roofline` (goal: 0.5): the same for 32 prompts of 128 tokens alone.
+- `int8_8_vs_generate`, `int8_32_vs_generate`: with `server.quantization: int8`.
+- `decode_8_vs_vllm_cpu` (goal: 1.0), `decode_32_vs_vllm_cpu`: the same, divided by vLLM's. Only with `--vllm`, the
+  Python of an environment with vLLM for CPUs.
 - `update_vs_trl` (goal: 5): CPU seconds of TRL's GRPOTrainer divided by ours for one update of a LoRA adapter of rank
   16, with its optimiser step: 4 groups of 8 chains. A prompt has 150 to 330 tokens; a chain has 1 to 3 turns of 24 to
   64 sampled tokens, with 16 to 48 tokens of tool results between them. TRL's micro-batches have 4 chains; ours may have
@@ -29,6 +32,7 @@ JSON:
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -46,7 +50,7 @@ import psutil
 from update import check_same, trl_width
 
 GROUPS, GROUP = 4, 8
-CHAINS, PROMPT, SAMPLED = 16, 128, 128
+CHAINS, PROMPT, SAMPLED = (8, 32), 128, 128
 RANK = 16
 MICRO = 4
 """Chains in a micro-batch of TRL."""
@@ -106,7 +110,7 @@ def server_recipe(model: str, engine: str, vllm: str | None = None) -> dict[str,
         "engine": engine,
         "quantization": quantization,
         "max_model_len": PROMPT + SAMPLED,
-        "max_num_seqs": CHAINS,
+        "max_num_seqs": CHAINS[-1],
     }
     if vllm:
         server["options"] = {"python": vllm}
@@ -127,7 +131,8 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     weights = sum(weight.nbytes for weight in network.parameters())
     vocabulary = network.config.get_text_config().vocab_size
-    rates: dict[str, list[float]] = {"embedded": [], "int8": [], "generate": [], "vllm": []}
+    rates: dict[tuple[str, int], list[float]] = {}
+    prefills: list[float] = []
 
     def generate(prompts: torch.Tensor) -> None:
         arguments = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -135,15 +140,15 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
         out = network.generate(
             prompts, attention_mask=mask, min_new_tokens=SAMPLED, max_new_tokens=SAMPLED, **arguments
         )
-        assert out.shape == (CHAINS, PROMPT + SAMPLED)
+        assert out.shape == (len(prompts), PROMPT + SAMPLED)
 
-    async def request(url: str, prompts: torch.Tensor) -> None:
-        params = {"temperature": 1.0, "max_tokens": SAMPLED, "logprobs": 0, "ignore_eos": True}
+    async def request(url: str, prompts: torch.Tensor, sampled: int = SAMPLED) -> None:
+        params = {"temperature": 1.0, "max_tokens": sampled, "logprobs": 0, "ignore_eos": True}
 
         async def one(session: aiohttp.ClientSession, ids: list[int]) -> None:
             body = {"token_ids": ids, "sampling_params": params}
             async with session.post(url + "/inference/v1/generate", json=body) as answer:
-                assert len((await answer.json())["choices"][0]["token_ids"]) == SAMPLED
+                assert len((await answer.json())["choices"][0]["token_ids"]) == sampled
 
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(headers=authorization(url, None), timeout=timeout) as session:
@@ -163,35 +168,41 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
         sides: dict[str, Any] = {"embedded": embedded, "int8": (await start("int8"))[1], "generate": None}
         if vllm:
             sides["vllm"] = (await start("vllm", vllm))[1]
-        for index in range(rounds + 1):
-            for name, url in sides.items():
-                prompts = torch.randint(0, vocabulary, (CHAINS, PROMPT))
-                started = time.perf_counter()
-                if url is None:
-                    await asyncio.to_thread(generate, prompts)
-                else:
-                    await request(url, prompts)
-                rate = CHAINS * SAMPLED / (time.perf_counter() - started)
-                if index:  # the first round warms up
-                    rates[name].append(rate)
-                    print(f"  {name:8} {rate:6.1f} tokens/s", flush=True)
+        for url in filter(None, sides.values()):  # warms up
+            await request(url, torch.randint(0, vocabulary, (CHAINS[-1], PROMPT)), 8)
+        for (name, url), chains in rounds * [*itertools.product(sides.items(), CHAINS)]:
+            prompts = torch.randint(0, vocabulary, (chains, PROMPT))
+            started = time.perf_counter()
+            if url is None:
+                await asyncio.to_thread(generate, prompts)
+            else:
+                await request(url, prompts)
+            rates.setdefault((name, chains), []).append(chains * SAMPLED / (time.perf_counter() - started))
+            print(f"  {name:8} {chains:2} chains {rates[name, chains][-1]:6.1f} tokens/s", flush=True)
+        for _ in range(rounds):
+            started = time.perf_counter()
+            await request(embedded, torch.randint(0, vocabulary, (CHAINS[-1], PROMPT)), 1)
+            prefills.append(time.perf_counter() - started)
+            print(f"  prefill  {CHAINS[-1] * PROMPT / prefills[-1]:6.1f} tokens/s", flush=True)
         top = peak.stop()
     text = network.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = CHAINS * (PROMPT + SAMPLED) * 2 * text.num_hidden_layers * text.num_key_value_heads * width * 4
+    cache = CHAINS[-1] * (PROMPT + SAMPLED) * 2 * text.num_hidden_layers * text.num_key_value_heads * width * 4
     allowed = 1.15 * weights + cache + 0.6e9
     print(f"  server: peak {top / 1e9:.2f} GB, weights {weights / 1e9:.2f}, cache {cache / 1e9:.2f}", flush=True)
-    ours = statistics.median(rates["embedded"])
-    generated = statistics.median(rates["generate"])
-    ideal = SAMPLED * pass_seconds(model, CHAINS) + pass_seconds(model, CHAINS * PROMPT, head=False)
     found = {
-        "decode_vs_generate": ours / generated,
-        "decode_vs_roofline": ideal * ours / (CHAINS * SAMPLED),
-        "int8_vs_generate": statistics.median(rates["int8"]) / generated,
+        "prefill_vs_roofline": pass_seconds(model, CHAINS[-1] * PROMPT, head=False) / statistics.median(prefills),
+        "server_memory": top / allowed,
     }
-    if vllm:
-        found["decode_vs_vllm_cpu"] = ours / statistics.median(rates["vllm"])
-    return {**found, "server_memory": top / allowed}
+    for chains in CHAINS:
+        ours, int8, other = (statistics.median(rates[name, chains]) for name in ("embedded", "int8", "generate"))
+        ideal = SAMPLED * pass_seconds(model, chains) + pass_seconds(model, chains * PROMPT, head=False)
+        found[f"decode_{chains}_vs_generate"] = ours / other
+        found[f"int8_{chains}_vs_generate"] = int8 / other
+        found[f"decode_{chains}_vs_roofline"] = ideal * ours / (chains * SAMPLED)
+        if vllm:
+            found[f"decode_{chains}_vs_vllm_cpu"] = ours / statistics.median(rates["vllm", chains])
+    return found
 
 
 def engine_process(pid: int) -> int:

@@ -13,7 +13,7 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
 from agentfactory.launching.time_plan import plan_times
-from agentfactory.recipe.checks import check_recipe, parts_of
+from agentfactory.recipe.checks import check_recipe, parts_of, runs_code
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -91,8 +91,8 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("disk", partial(machine_checks.check_disk, stages[0].output if stages else Path.cwd()))
     if not stages:
         yield from _safely("open files", machine_checks.check_open_files)
-    runs_code = any(recipe_checks.runs_code(part.recipe) for stage in stages for part in parts_of(stage))
-    yield from _safely("sandbox", partial(machine_checks.check_sandbox, runs_code))
+    code = any(runs_code(part.recipe) for stage in stages for part in parts_of(stage))
+    yield from _safely("sandbox", partial(machine_checks.check_sandbox, code))
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)

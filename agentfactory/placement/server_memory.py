@@ -25,8 +25,8 @@ STEP_TOKENS = {160 * 2**30: 16384, 70 * 2**30: 8192, 0: 2048}
 """Least bytes of a device: prompt tokens that vLLM 0.32 computes at a time (EngineArgs.get_batch_defaults)."""
 SCORES = 3
 """embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
-EMBEDDED_SAMPLER_COPIES = 7
-"""embedded: scaled logits, log-probabilities, probabilities, and the latter and their sums in float64."""
+EMBEDDED_SAMPLER_COPIES = 5
+"""embedded: scaled logits, log-probabilities, probabilities, and their sums in float64."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _workspace(
         keys = -(-server.max_model_len // 16) * 16
         ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         # padded queries, and idle slots between busy ones, may double them
-        elements = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys)
+        elements = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS[device] * keys)
         masks = elements * (ratio * dtype.itemsize + 1) * (2 if has_sliding_window(text) else 1)
         if any(name.endswith(".sinks") for name, _ in network.named_parameters()):
             masks += SCORES * elements * ratio * dtype.itemsize  # of one key head at a time
@@ -186,7 +186,7 @@ def _workspace(
         graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
         # the masks are freed before tokens are sampled
-        return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
+        return max(PREFILL_TOKENS[device] * width * dtype.itemsize + masks, sampler) + graphs
     step = _step_tokens(recipe, device_memory) * width * dtype.itemsize
     return max(step, logits * (dtype.itemsize + 4)) + logits * 4 * SAMPLER_COPIES
 

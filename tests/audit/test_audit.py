@@ -193,6 +193,15 @@ def test_each_fault_of_a_group_is_found_with_its_place(run: Path, stage: Path) -
     assert found(report, "metrics", "report another reward").evidence[0].file == "metrics.jsonl"
 
 
+def test_calls_that_are_text_of_the_messages_are_calls(run: Path, stage: Path) -> None:
+    def plant(groups: list[Group]) -> None:
+        for chain in chains_of(groups):
+            chain.messages = [{**message, "tool_calls": []} for message in chain.messages]
+
+    rewrite(stage, plant)
+    assert not [finding for finding in audited(run).findings if "called a tool" in finding.text]
+
+
 def test_faults_of_all_chains_are_told_with_their_cause(run: Path, stage: Path) -> None:
     def plant(groups: list[Group]) -> None:
         edit_results(groups)

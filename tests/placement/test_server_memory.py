@@ -53,14 +53,14 @@ def plan(
 # the second time, the head has its copy, too, which it gets when all 32 sequences sample together
 SHORT = [[np.arange(number, number + 200) for number in range(first, first + 32)] for first in (0, 1000)]
 # two of three sequences go on: that between them is idle, and the fewer tokens are padded to the more
-LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
-LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
+LONG = [[np.arange(first, first + 3950) for first in (0, 2000, 4000)]]
+LONG += [[np.append(LONG[0][0], np.arange(1, 129)), np.append(LONG[0][2], np.arange(1, 129))]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("length", "sequences", "prompts"), [(250, 32, SHORT), pytest.param(8192, 4, LONG, marks=pytest.mark.long)]
+    ("length", "sequences", "prompts"), [(250, 32, SHORT), pytest.param(4096, 4, LONG, marks=pytest.mark.long)]
 )
 def test_the_embedded_engine_takes_what_is_planned(
     length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
@@ -81,8 +81,9 @@ def check_planned(
         engine = Engine(model, **sizes)
         for together in prompts:
             for prompt in together:
-                # one token: what a slot has computed is then the prompt alone, and is gone on from in place
-                tokens = 8 if prompts is SHORT else 1
+                # 40 tokens: prompts are computed in parts, and at last all sample together. One token: what a slot has
+                # computed is then the prompt alone, and is gone on from in place
+                tokens = 40 if prompts is SHORT else 1
                 engine.add(Request(prompt, max_tokens=tokens, on_finish=lambda request: None))
             while engine.busy:
                 engine.step()
@@ -90,7 +91,7 @@ def check_planned(
     assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
     real = allocated.peak - engine.cache.nbytes - replaced
-    assert real < rest < 1.4 * real
+    assert real <= rest < 1.45 * real
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
     windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
-    check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)
+    check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 4096, 4, LONG, dtype)
 
 
 def test_what_vllm_is_told_changes_its_workspace() -> None:

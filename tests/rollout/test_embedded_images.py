@@ -119,7 +119,7 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     model: Path, chunk: int, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, network, pad = started(model, static_decode=static)
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", chunk)
+    monkeypatch.setitem(engine_module.PREFILL_TOKENS, "cpu", chunk)
     a, b, c = hold(engine, picture(1), picture(2, 300, 300), picture(3))
     requests = [
         make_request(engine, text(1, 40), []),

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.base.processes.devices import onednn_packs
 from agentfactory.rollout.inference.embedded import packed_linear
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
@@ -16,9 +17,7 @@ from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate,
 from tests.engine_runs import check, decode
 from tests.placement.shapes import sizes
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed on CPUs with AVX-512"
-)
+pytestmark = pytest.mark.skipif(not onednn_packs(torch.float32), reason="weights are packed on x86 CPUs")
 # a head and gates of at least WHOLE elements; keys and values below it
 CONFIG: dict[str, Any] = {
     **{**sizes(256, 1024, 2, 8, 1, 1024), "head_dim": 32, "tie_word_embeddings": False},
@@ -48,7 +47,7 @@ def test_log_probabilities_are_the_models_own(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_weight_is_kept_once(dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and not packed_linear.computes_bfloat16():
+    if dtype == torch.bfloat16 and not onednn_packs(dtype):
         pytest.skip("bfloat16 is packed on CPUs with its instructions")
     model = network().to(dtype)
     sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)

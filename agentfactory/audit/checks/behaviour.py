@@ -32,7 +32,7 @@ class ToolCallCheck(Check):
             self._offered.setdefault(source, set()).update(spec.name for spec in part.specs)
         self._chains: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        self._by_source: dict[str, Counter[str]] = {}
+        self._called: dict[str, set[str]] = {}
         self._errors: Counter[str] = Counter()
         self._answers: dict[str, Counter[str]] = {}
         self._arguments: dict[str, set[str]] = {}
@@ -50,6 +50,8 @@ class ToolCallCheck(Check):
             self._chains[source] += 1
             for name in (name for name in chain.metrics if name.startswith("tool/") and name.endswith("/calls")):
                 self._offered.setdefault(source, set()).add(name.split("/")[1])
+                if chain.metrics[name]:  # in some formats, calls are text of the messages
+                    self._called.setdefault(source, set()).add(name.split("/")[1])
             self._note_calls(seen, chain)
 
     def _note_calls(self, seen: Seen, chain: Trajectory) -> None:
@@ -62,7 +64,7 @@ class ToolCallCheck(Check):
             for call in message.get("tool_calls") or [] if index in own else []:
                 name, arguments = call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)
                 self._calls[name] += 1
-                self._by_source.setdefault(source, Counter())[name] += 1
+                self._called.setdefault(source, set()).add(name)
                 self._arguments.setdefault(name, set())
                 if len(self._arguments[name]) < ENOUGH_CALLS:
                     self._arguments[name].add(arguments)
@@ -86,14 +88,14 @@ class ToolCallCheck(Check):
     def findings(self) -> Iterator[Finding]:
         for source, offered in self._offered.items():
             chains, of = self._chains[source], f" of source {source}" if source else ""
-            called = self._by_source.get(source, Counter())
+            called = self._called.get(source, set[str]())
             if chains < rules.ENOUGH_CHAINS or not offered:
                 continue
             if not called:
                 text = f"no chain of {chains:,}{of} called a tool, though {rules.offered(sorted(offered))}"
                 fix = "compare the model's texts with the format that rollout.parser reads (docs/first-look.md)"
                 yield self.warning(text, fix)
-            elif never := sorted(offered - called.keys()):
+            elif never := sorted(offered - called):
                 text = f"no chain of {chains:,}{of} called {' or '.join(never[:8])}, of {len(offered)} tools"
                 yield self.remark(text, "remove what the task does not need, or show its use")
         for name, count in self._calls.items():

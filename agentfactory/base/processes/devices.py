@@ -25,6 +25,7 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.run_notices import inform
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ ROWS = (8, 256)
 """Rows of the input of a timed linear layer: those of a decoding step, and of a prefill or an update."""
 WIDTHS = (128, 1024)
 """Features of the input of a timed layer; its output has four times as many."""
-REPETITIONS, COPIES = 5, 4
+REPETITIONS, COPIES = 5, (16, 2)
+"""Timed layers for each of ROWS: those of a decoding step come from memory, not from the processor's caches."""
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
 _PASSIVE = {"OMP_WAIT_POLICY": "passive"}
@@ -129,13 +131,26 @@ def _kept() -> Path:
     machine = Path("/proc/sys/kernel/random/boot_id" if may_have_gpu() else "/proc/cpuinfo")
     lines = machine.read_text(encoding="utf-8").splitlines() if machine.exists() else [platform.processor()]
     known = {line for line in lines if line.startswith(("model name", "flags", "Features")) or ":" not in line}
-    limits = [*(os.environ.get(name, "") for name in _VARIABLES), ROWS, WIDTHS]
+    limits = [*(os.environ.get(name, "") for name in _VARIABLES), ROWS, WIDTHS, "packed"]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory"
     return folder / f"speed-{sha256(repr([sorted(known), version('torch'), limits]).encode()).hexdigest()[:16]}.json"
 
 
+def onednn_packs(dtype: "torch.dtype") -> bool:
+    """Return whether the embedded engine packs weights of this dtype for oneDNN on this CPU: in bfloat16 only where it
+    has instructions for that."""
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    if dtype == torch.bfloat16:
+        instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return capability == "AVX512" and instructions and torch.backends.mkldnn.is_available()
+    return capability in ("AVX2", "AVX512") and torch.backends.mkldnn.is_available()
+
+
 def measure() -> Speed:
-    """Time linear layers in both dtypes, on the GPU if there is one."""
+    """Time linear layers in both dtypes, on the GPU if there is one: for few rows as the embedded engine computes them,
+    for many as the trainer does."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -144,27 +159,30 @@ def measure() -> Speed:
     found: dict[str, dict[str, list[float]]] = {}
     for width in WIDTHS:
         rates = {torch.float32: [math.inf] * len(ROWS), torch.bfloat16: [math.inf] * len(ROWS)}
-        # several, so that the weights do not stay in the processor's caches
-        layers = {dtype: [torch.ones(4 * width, width).to(dtype) for _ in range(COPIES)] for dtype in rates}
+        layers = {
+            (dtype, rows): [_layer(torch.ones(4 * width, width).to(dtype), rows) for _ in range(copies)]
+            for dtype in rates
+            for rows, copies in zip(ROWS, COPIES, strict=True)
+        }
         # in turns, so that another process disturbs all alike
         for place, rows in REPETITIONS * [*enumerate(ROWS)]:
-            for dtype, weights in layers.items():
+            for dtype in rates:
                 x = torch.ones(rows, width).to(dtype)
-                call = partial(_through, weights, x)
-                seconds = _seconds(call, torch.get_num_threads())
-                per_weight = seconds / COPIES / weights[0].numel()
-                rates[dtype][place] = min(rates[dtype][place], per_weight)
+                seconds = _seconds(lambda: [layer(x) for layer in layers[dtype, rows]], torch.get_num_threads())  # noqa: B023
+                rates[dtype][place] = min(rates[dtype][place], seconds / COPIES[place] / (4 * width**2))
         found[str(width)] = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
     small = torch.ones(8, 8)
     operation = min(_seconds(lambda: [small.add(1.0) for _ in range(1000)]) / 1000 for _ in range(REPETITIONS))
     return Speed(found, operation, gpu)
 
 
-def _through(weights: "list[Tensor]", x: "Tensor") -> None:
+def _layer(weight: "Tensor", rows: int) -> "Callable[[Tensor], Tensor]":
     import torch
 
-    for weight in weights:
-        torch.nn.functional.linear(x, weight)
+    if rows > ROWS[0] or weight.device.type != "cpu" or not onednn_packs(weight.dtype):
+        return partial(torch.nn.functional.linear, weight=weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 def _seconds(call: Callable[[], object], threads: int = 1) -> float:

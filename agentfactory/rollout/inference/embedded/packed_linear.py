@@ -12,14 +12,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentfactory.base.processes.devices import onednn_packs
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 
 # oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them, so batches are padded to a multiple of ROWS, and
 # smaller ones to a multiple of FEW, to limit the number of shapes. Small weights are packed for ROWS rows or more, from
 # MULTIPLICATIONS on; below, the slower call costs more than it saves. Measured on an EPYC (AVX-512) with torch 2.13 and
 # one thread, packed compared with torch's: a head of 151936 x 896 takes .28 of the time with 4 rows, .38 with 16, .46
-# with 32; 4864 x 896 takes .30 with 4, .5 to .6 with 16, .65 with 32, .85 with 512. In bfloat16, on an EPYC with these
-# instructions, the head takes .60 of torch's time with 8 or 16 rows, 4864 x 896 .50 and .42, .76 with 64, 1 with 512.
+# with 32; 4864 x 896 takes .30 with 4, .5 to .6 with 16, .65 with 32, .85 with 512; with AVX2 and two threads, .37
+# with 4, .47 with 16 and 32, .72 with 256. In bfloat16, on an EPYC with these instructions, the head takes .60 of
+# torch's time with 8 or 16 rows, 4864 x 896 .50 and .42, .76 with 64, 1 with 512.
 ROWS = 32
 FEW = 4
 MULTIPLICATIONS = 2**20
@@ -28,9 +30,9 @@ WHOLE = 2**18
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Use oneDNN for the model's `nn.Linear` modules in float32 on a CPU with AVX-512, and in bfloat16 on one with its
-    instructions; elsewhere do nothing. Their inputs must be [1, rows, features] or [rows, features], without gradients.
-    Large weights may change only by `ServedWeights`."""
+    """Use oneDNN for the model's `nn.Linear` modules on an x86 CPU with instructions for their dtype; elsewhere do
+    nothing. Their inputs must be [1, rows, features] or [rows, features], without gradients. Large weights may change
+    only by `ServedWeights`."""
     whole = _whole_weights(model)
     for module in (modules := onednn_modules(model)):
         module.forward = _PackedLinear(module, id(module.weight) in whole)  # type: ignore[assignment, method-assign]
@@ -43,19 +45,12 @@ def use_onednn(model: nn.Module) -> None:
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
     """Return the modules that `use_onednn` applies to. `device` is the device of the weights: cpu, or meta before they
     are allocated."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
-        return []
-    dtypes = [torch.float32, torch.bfloat16] if computes_bfloat16() else [torch.float32]
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if onednn_packs(dtype)]
     return [
         module
         for module in model.modules()
         if type(module) is nn.Linear and module.weight.dtype in dtypes and module.weight.device.type == device
     ]
-
-
-def computes_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products in bfloat16; without them, torch emulates them."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def second_copies(model: Any, sequences: int) -> int:
@@ -197,7 +192,7 @@ def compute_in_int8(model: PreTrainedModel) -> None:
     """Compute the large layers of a model on an x86 CPU with products of integers: weights with a scale per output
     channel, each row of the input with one of its own (Dettmers et al., 2022, arXiv:2208.07339, section 2.1), so that
     it depends on no other request. Elsewhere do nothing."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not torch.backends.mkldnn.is_available():
+    if not onednn_packs(torch.float32):
         return
     most = largest_step()
     for module in model.get_decoder().modules():

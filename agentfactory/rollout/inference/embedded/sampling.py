@@ -129,7 +129,7 @@ def sample(
         scaled = scaled / torch.tensor([t or 1.0 for t in temperature], device=logits.device)[:, None]
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        cumulative = logprobs.exp().double().cumsum_(-1)
         uniform = torch.tensor([r.generator.random() if r.temperature else 0.0 for r in requests], dtype=torch.float64)
         target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
