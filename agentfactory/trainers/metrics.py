@@ -59,6 +59,7 @@ METRICS = [
         "",
         "prompt tokens that servers computed again without new weights, over those that they computed once",
     ),
+    Metric("prefix/moved", "", "how often a chain went on at another server or replica than before"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
     Metric(
         "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"

@@ -118,7 +118,7 @@ def test_a_number_is_a_number() -> None:
 
 
 def test_the_youngest_gives_its_seat_and_the_oldest_gets_the_next_one() -> None:
-    admission = Admission({0: Cache(1000, 1)}, 1000)
+    admission = Admission({0: Cache(1000, 1)}, 800)
     for key in "abc":
         admission.enter(key, key)
     assert [chain.key for chain in admission.admit()] == ["a"], "nothing is known of lengths"
@@ -170,7 +170,7 @@ async def test_a_held_turn_stops_the_clock_and_ends_with_its_client() -> None:
         assert not young.done()
         impatient.cancel()
     assert sampled == ["old", "young"]
-    assert held[0] > 0.3, "longer than its limit"
+    assert max(held) > 0.3, "longer than its limit"
     assert not places.admission.chains
 
 

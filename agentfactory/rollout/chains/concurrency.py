@@ -14,12 +14,15 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.admission import Admission, Cache, Chain, State
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.routing import Replica
+from agentfactory.rollout.inference.server_metrics import Load
 
 if TYPE_CHECKING:
     from agentfactory.rollout.inference.inference_client import InferenceClient
 
 logger = logging.getLogger(__name__)
 
+SPARE = 8
+"""Of so many blocks, one is spare where each holds a whole context, as in the embedded engine."""
 READ_SECONDS = 10.0
 """Interval at which the sizes of the servers' caches are read, while chains begin."""
 
@@ -127,10 +130,11 @@ class Places:
         except InferenceError:
             return {}
         prompt, cached = sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
-        before, self._computed = self._computed, (prompt, cached, client.prefixes.sent, client.prefixes.once)
+        now = prompt, cached, client.prefixes.sent, client.prefixes.once, client.moved
+        before, self._computed = self._computed, now
         if before is None:
             return {}
-        prompt, cached, sent, once = (now - then for now, then in zip(self._computed, before, strict=True))
+        prompt, cached, sent, once, moved = (now - then for now, then in zip(self._computed, before, strict=True))
         if min(prompt, sent, once) <= 0:  # also for a server that began anew
             return {}
         # other workers and evaluations share the servers, so shares are compared
@@ -138,7 +142,13 @@ class Places:
         return {
             "prefix/hit_share": cached / prompt / self.workers,
             "prefix/recomputed": max(0.0, again) / self.workers,
+            "prefix/moved": float(moved),
         }
+
+    def _part(self, load: Load) -> Cache:
+        """Return the part of a replica's cache that belongs to this process."""
+        blocks = load.blocks // self.workers
+        return Cache(blocks, load.block_size, blocks // SPARE)
 
     async def _read_caches(self) -> None:
         if self._client is None:
@@ -153,10 +163,7 @@ class Places:
                 # chains get the error from their own requests
                 logger.info("cannot read the sizes of the servers' caches: %s", error)
                 return
-            caches = {
-                replica: Cache(load.blocks // self.workers, load.block_size) if load.blocks else self._unknown
-                for replica, load in loads.items()
-            }
+            caches = {replica: self._part(load) if load.blocks else self._unknown for replica, load in loads.items()}
             if caches and caches != self.admission.caches:
                 self.admission.slots = self._most_requests * len(caches)
                 self.admission.resize(caches)

@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 
 FULL = 0.95
 """Share of a cache that seats may take. The rest holds what ended chains leave until it is evicted."""
-PEAK = 1.1
-"""Share of a cache that the chains with seats may be expected to need when they need most. More chains are faster, and
-those that then lose their seats are young, with little to compute again."""
+PEAKS = (1.05, 1.3)
+"""Shares of a cache that the chains with seats may be expected to need when they need most: the lower one while more
+than AGAIN of the tokens belong to chains that have lost their seats. More chains are faster, and those that then lose
+their seats are young, with little to compute again."""
+AGAIN = 0.1
+REMEMBERED = 4
+"""Tokens that are counted for AGAIN, in sizes of all caches; older ones count half, and so on."""
 AHEAD, GROWS = 4, 2
 """The growth that is expected of a chain while no longer one has ended: so many turns, and so many times its tokens."""
 ENDS = 256
@@ -43,10 +47,12 @@ class State(StrEnum):
 
 
 class Cache(NamedTuple):
-    """The KV cache of a replica, in blocks of `size` tokens. Contexts share whole blocks only."""
+    """The KV cache of a replica, in blocks of `size` tokens. Contexts share whole blocks only. While chains wait to
+    begin, `spare` blocks get no seats: what ended chains leave there is evicted, and not the contexts of others."""
 
     blocks: float
     size: float
+    spare: float = 0
 
 
 @dataclass(slots=True)
@@ -61,7 +67,8 @@ class Group:
 @dataclass(slots=True, eq=False)
 class Chain:
     """A chain, whose context has `tokens` tokens. `order` is lower for older groups. It has a seat of `taken` blocks at
-    the replica `home`, unless that is None. Chains with equal first prompts (`opening`) share their `shared` tokens."""
+    the replica `home`, unless that is None; `last` may still have the prefix of a chain that lost its seat there.
+    Chains with equal first prompts (`opening`) share their `shared` tokens."""
 
     key: Hashable
     group: Hashable
@@ -112,6 +119,8 @@ class Admission:
         self._sorted: list[float] = []
         self._sums: list[float] = []
         """Lengths of ended chains, sorted, and the sum of each and all longer ones."""
+        self._once = self._again = 0.0
+        """Tokens that are computed for the first time, and those of seats that were lost."""
         self._pause = 0
         """Calls of `admit` until the next forecast, which takes long for many chains."""
 
@@ -137,9 +146,13 @@ class Admission:
         home = self._rise(chain)
         if chain.state is State.STARTING:
             self._first.add(tokens)
+            self._once += tokens if opening != self._groups[chain.group].opening[0] else 0.0
             chain.opening, chain.shared = self._groups[chain.group].opening = opening, tokens
         else:
-            self._growth.add(max(0.0, tokens - chain.tokens))
+            self._growth.add(grown := max(0.0, tokens - chain.tokens))
+            self._once += grown
+            if self._once > REMEMBERED * sum(cache.blocks * cache.size for cache in self.caches.values()):
+                self._once, self._again = self._once / 2, self._again / 2
         chain.tokens = tokens
         self._move(chain, State.HELD)
         self._sit(chain, home)
@@ -206,7 +219,8 @@ class Admission:
         self._pause -= 1
         if self._pause > 0:
             return None
-        has_room = self._peak(chain, home) <= PEAK * self.caches[home].blocks
+        peak = PEAKS[self._again <= AGAIN * self._once] * self.caches[home].blocks
+        has_room = self._peak(chain, home) <= peak
         self._pause = 0 if has_room else self._seats // 4
         return home if has_room else None
 
@@ -218,7 +232,9 @@ class Admission:
             younger = [o for o in others if o.order > chain.order and o.state in (State.IDLE, State.STARTING)]
             if not younger and all(other.order > chain.order for other in others):
                 break
-            self._rise(max(younger, key=lambda other: other.order, default=chain))
+            victim = max(younger, key=lambda other: other.order, default=chain)
+            self._again += victim.tokens
+            self._rise(victim)
         return chain.home is not None
 
     def _peak(self, chain: Chain, home: Hashable) -> float:
@@ -237,12 +253,16 @@ class Admission:
         at = bisect_right(self._sorted, chain.tokens)
         if at < len(self._sorted):
             return self._sums[at] / (len(self._sorted) - at) - chain.tokens
-        return max(AHEAD * self._growth.value, GROWS * chain.tokens if self._sorted else self.longest / 2 - chain.tokens)
+        # the first ones take half of what they may
+        unknown = GROWS * chain.tokens if self._sorted else self.longest / 2 - chain.tokens
+        return max(AHEAD * self._growth.value, unknown)
 
     def _limit(self, home: Hashable) -> float:
-        """Return the blocks that seats may take: all, if no context can outgrow a block."""
+        """Return the blocks that seats may take."""
         cache = self.caches[home]
-        return cache.blocks if cache.size >= self.longest else FULL * cache.blocks
+        if cache.size < self.longest:
+            return FULL * cache.blocks
+        return cache.blocks - (cache.spare if len(self.chains) > cache.blocks else 0)
 
     def _need(self, chain: Chain, home: Hashable) -> float:
         """Return the blocks for a context and its next turn, without those that others have already."""

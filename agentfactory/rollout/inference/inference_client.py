@@ -262,6 +262,10 @@ class InferenceClient:
             found |= zip(self._router.replicas(url), loads, strict=True)
         return found
 
+    @property
+    def moved(self) -> int:
+        return self._router.moved
+
     def assign(self, chain: str, home: Replica) -> None:
         """Send the next turns of `chain` to `home`, while it serves."""
         self._router.assign(chain, home)

@@ -52,6 +52,8 @@ class Router:
         """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
         """Time at which a server last completed a request."""
+        self.moved = 0
+        """How often a chain went on at another replica, where its context was computed again."""
         self._replicas = {url: [Replica(url)] for url in urls}
         self._given: Counter[Replica] = Counter()
         self._chains: ByteCache[str, Replica] = ByteCache(REMEMBERED)
@@ -65,6 +67,7 @@ class Router:
 
     def assign(self, chain: str, home: Replica) -> None:
         """Send the next turns of `chain` to `home`, while it serves."""
+        self.moved += self._chains.get(chain) not in (None, home)
         self._chains.put(chain, home)
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
@@ -77,6 +80,7 @@ class Router:
             return None
         home = self._chains.get(chain)
         if home not in serving:
+            self.moved += home is not None
             home = self._choose_for_prompt(prompt, serving) if len(serving) > 1 else serving[0]
             self._given[home] += 1
         self._chains.put(chain, home)
