@@ -99,5 +99,5 @@ def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = No
 async def busy(url: str, running: int = 1, api_key_env: str | None = None) -> None:
     """Wait until a server is decoding `running` requests."""
     async with InferenceClient(url, api_key_env) as client, asyncio.timeout(30):
-        while (await client.load()).running < running:  # noqa: ASYNC110
+        while sum(load.running for load in (await client.loads()).values()) < running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

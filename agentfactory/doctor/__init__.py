@@ -17,8 +17,8 @@ from agentfactory.recipe.checks import check_recipe, parts_of, runs_code
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.chains.concurrency import most_chains
 from agentfactory.rollout.config import Part, distinct
-from agentfactory.rollout.inference.concurrency import most_chains
 from agentfactory.rollout.model_hub import is_hub_name
 
 Check = Callable[[], Iterable[Finding]]

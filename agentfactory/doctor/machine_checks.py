@@ -19,7 +19,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
-from agentfactory.rollout.inference import concurrency
+from agentfactory.rollout.chains import concurrency
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30

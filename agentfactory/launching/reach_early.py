@@ -7,8 +7,8 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.chains.concurrency import check_open_files, most_chains
 from agentfactory.rollout.config import RolloutRecipe, distinct
-from agentfactory.rollout.inference.concurrency import check_open_files, most_chains
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
 ANSWERS_WITHIN = 10.0  # seconds within which a server must answer

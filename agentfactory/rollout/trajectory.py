@@ -55,6 +55,8 @@ class Activity(StrEnum):
     """Reset of the environments, including the wait for instances."""
     WAIT = "wait"
     """Wait for an instance of a tool server, or of a call for a limit."""
+    HELD = "held"
+    """Wait of a turn for room in the servers' caches."""
     MODEL = "model"
     """Sampling, from request to response, including the server's queue and retries."""
     TOOL = "tool"

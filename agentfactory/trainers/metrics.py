@@ -53,6 +53,13 @@ METRICS = [
     Metric("staleness/max", "versions", "age of a token's sampling weights when it is trained, maximum over the batch"),
     Metric("staleness/untrained", "", "late_chains=baseline: share of the sampled tokens that are too old to train"),
     Metric("staleness/recomputed", "", "context tokens that servers recomputed for new weights, per token of the rows"),
+    Metric("prefix/hit_share", "", "share of the prompt tokens that servers found in their prefix caches"),
+    Metric(
+        "prefix/recomputed",
+        "",
+        "prompt tokens that servers computed again without new weights, over those that they computed once",
+    ),
+    Metric("prefix/moved", "", "how often a chain went on at another server or replica than before"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
     Metric(
         "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"

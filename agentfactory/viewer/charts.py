@@ -24,6 +24,7 @@ CHAIN_METRICS = [
     Metric("tool_seconds", "s", "time during which at least one call was running"),
     Metric("tool_wait_seconds", "s", "total time that calls waited for limits.calls_per_second"),
     Metric("tool_cost", "", "total cost of the calls, by limits.cost_per_call"),
+    Metric("held_seconds", "s", "time that turns waited for room in the servers' caches (rollout.concurrency: auto)"),
     Metric("truncated_turns", "turns", "turns that were truncated at rollout.max_tokens"),
     Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
     Metric("rows", "rows", "token rows of the chain: more than one if its history was rewritten or shortened"),

@@ -19,7 +19,7 @@ from agentfactory.commands.main import main
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.inference import concurrency
+from agentfactory.rollout.chains import concurrency
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.http_pages import serving

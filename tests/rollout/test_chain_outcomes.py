@@ -91,7 +91,7 @@ async def test_chains_that_may_be_trained_are_graded_outside_their_place(tmp_pat
     free: list[int] = []
 
     async def grade(trajectory: Trajectory) -> int:
-        free.append(chains.runner.places.taken)
+        free.append(len(chains.runner.places.admission.chains))
         if trajectory.turns == 2:
             raise InferenceError("no grades")
         return 7

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import astuple, dataclass, replace
 
 from agentfactory.base.run_notices import clock
+from agentfactory.rollout.chains.concurrency import Place
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -34,13 +35,13 @@ class ChainCounts:
         return replace(ChainCounts(*sums), served=max(self.served, other.served))
 
     @asynccontextmanager
-    async def chain(self, places: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
-        """Count a chain that waits for one of the places, and runs there."""
+    async def chain(self, place: AbstractAsyncContextManager[Place]) -> AsyncIterator[Place]:
+        """Count a chain that waits for its place, and runs there."""
         self.asked += 1
         try:
-            async with places:
+            async with place as held:
                 self.begun += 1
-                yield
+                yield held
         finally:
             self.ended += 1
 
@@ -80,7 +81,7 @@ async def follow_server(client: InferenceClient) -> None:
     while True:
         # chains get the error from their own requests
         with suppress(InferenceError, ServerUnreachableError):
-            sampled = (await client.load()).generation_tokens
+            sampled = sum(load.generation_tokens for load in (await client.loads()).values())
             first = sampled if first is None else first
             COUNTS.served = max(COUNTS.served, sampled - first)
         await asyncio.sleep(_LOOK_SECONDS)

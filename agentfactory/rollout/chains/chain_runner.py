@@ -16,6 +16,7 @@ from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.chain_counts import COUNTS
+from agentfactory.rollout.chains.concurrency import Places
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
@@ -34,7 +35,6 @@ from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.images.task_images import TaskImages
-from agentfactory.rollout.inference.concurrency import Places, check_open_files, most_chains
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, prediction_of
@@ -156,6 +156,7 @@ class Runner(ABC):
         cut: Cut | None,
         toolset: Toolset,
         rewards: Rewards,
+        client: InferenceClient | None = None,
     ):
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         self.task_images = TaskImages(recipe, images)
@@ -165,9 +166,7 @@ class Runner(ABC):
         self.rewards = rewards
         self._watch: ChainWatch | None = None
         self._grade: Grade | None = None
-        most = most_chains(recipe)
-        check_open_files(most)
-        self.places = Places(most)
+        self.places = Places(recipe, client)
 
     @abstractmethod
     def player(self, episode: Episode) -> Player:
@@ -267,8 +266,12 @@ class Runner(ABC):
         environment returns a reward. `trajectory` is updated meanwhile, so its content survives a cancelled call.
         Failures become outcomes; exceptions are only ServerUnreachableError, programming errors, RolloutStoppedError
         from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain."""
-        async with COUNTS.chain(self.places):
+        group = trajectory.id.removesuffix(".retry").rpartition(".")[0]
+        async with COUNTS.chain(self.places.place(sampling.seed, group)) as place:
+            # older groups first: the last chains of a batch do not wait behind those of the next one
+            sampling = replace(sampling, priority=place.seat.order[0])
             episode = Episode(self.setup, trajectory, task, sampling)
+            episode.place, place.note = place, episode.note_held
             player = self.player(episode)
             async with self.begun(episode):
                 try:
@@ -302,12 +305,14 @@ class Runner(ABC):
             episode.timeline.note_setup(session.waits)
             # a chain that times out may still be scored: the limit ends its turns, not the session
             try:
-                async with asyncio.timeout_at(limit.until):
+                async with asyncio.timeout_at(limit.until) as timer:
+                    if episode.place is not None:
+                        episode.place.timer = timer
                     trajectory.stop_reason = await player.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
             except TimeoutError:
                 trajectory.outcome = Outcome.TIMEOUT
-                cut = _activity_at(episode, limit.until)
+                cut = _activity_at(episode, timer.when() or limit.until)
                 trajectory.error = f"the chain took longer than {limit.setting}{cut}"
             except (InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
@@ -382,7 +387,7 @@ class ChainRunner(Runner):
         rewards: Rewards,
         agent: AgentHooks | None = None,
     ):
-        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
+        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards, client)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises if the prefix does not suit the template
         self.renderer = renderer
         self.client = client

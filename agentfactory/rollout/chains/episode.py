@@ -5,13 +5,14 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.chain_counts import COUNTS
+from agentfactory.rollout.chains.concurrency import Place
 from agentfactory.rollout.chains.sampling import Sampling, TurnBudget
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -185,6 +186,16 @@ class Episode:
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
         self.own_metrics: Callable[[], dict[str, float]] = dict
+        self.place: Place | None = None
+        """The chain's place, by which its turns are held; None: they never are."""
+
+    def turn(self, ids: Sequence[int]) -> AbstractAsyncContextManager[None]:
+        """See Place."""
+        return nullcontext() if self.place is None else self.place.turn(ids)
+
+    def note_held(self, start: float, end: float) -> None:
+        """Record that the next turn was held between two times of `time.monotonic()`."""
+        self.timeline.note(Activity.HELD, start, end, self.trajectory.turns)
 
     @property
     def penalty(self) -> float:
@@ -234,6 +245,7 @@ class Episode:
             "rows": len(rows),
             "row_tokens": sum(len(row.token_ids) for row in rows),
             "penalty": self.penalty,
+            "held_seconds": 0.0 if self.place is None else self.place.held_seconds,
             **{f"tool_errors/{kind}": counts[kind] for kind in CallError},
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
             **self.limits.metrics(),

@@ -90,10 +90,11 @@ class PolicyTurns:
         episode, number = self.episode, self.episode.trajectory.turns
 
         async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
-            with episode.timeline.measure(Activity.MODEL, number):
-                images, encoded = self.row.images, self._encoded if ids is self.row.token_ids else None
-                sampling, stops = episode.sampling, self.renderer.stops
-                return await self.sampler.sample(ids, sampling, number, most, sample, images, encoded, stops)
+            images, encoded = self.row.images, self._encoded if ids is self.row.token_ids else None
+            sampling, stops = episode.sampling, self.renderer.stops
+            async with episode.turn(ids):
+                with episode.timeline.measure(Activity.MODEL, number):
+                    return await self.sampler.sample(ids, sampling, number, most, sample, images, encoded, stops)
 
         return Turn(
             messages=self.context.messages,

@@ -18,12 +18,14 @@ from agentfactory.rollout.token_row import ImageSpan, Span
 class Sampling:
     """The sampling settings of a chain. `model` is the server's name of the weights, or a function that returns it for
     each turn. `seed` is any text, which with the recipe's seed makes the chain reproducible. `cache_salt` is the
-    version of the weights whose KV cache may be used if the server keeps old caches (`rollout.inflight: keep`)."""
+    version of the weights whose KV cache may be used if the server keeps old caches (`rollout.inflight: keep`). Servers
+    begin turns with a lower `priority` first."""
 
     model: str | Callable[[], str]
     temperature: float
     seed: str
     cache_salt: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class Sampler:
         self._bias = {str(token): BANNED_BIAS for token in self._banned}
         self._vocabulary = vocabulary_of(recipe.model.path)
 
+    def _priority(self, sampling: Sampling) -> int:
+        # a vLLM that was started elsewhere refuses priorities, unless its scheduling policy is priority
+        server = self.recipe.server
+        takes = server.engine == "embedded" or (server.engine == "vllm" and server.url is None)
+        return sampling.priority if takes else 0
+
     async def sample(
         self,
         ids: Sequence[int],
@@ -91,7 +99,7 @@ class Sampler:
             if images:
                 shown = RequestImages(ids, images, self.images)
         completion = await self.client.generate(
-            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded
+            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded, self._priority(sampling)
         )
         if (count := len(completion.token_ids)) > max_tokens:
             raise InferenceError(f"the server sampled {count} tokens, and max_tokens was {max_tokens}")

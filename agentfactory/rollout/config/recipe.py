@@ -77,9 +77,9 @@ class RolloutConfig(ChainConfig):
 
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same value."""
-    concurrency: PositiveInt | Literal["auto"] = 64
-    """Number of concurrent chains. auto starts at server.max_num_seqs and, while training, follows the server's load.
-    For generation to run ahead, it must be at least train.batch_size x group_size x (max_staleness + 1)."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Number of concurrent chains. auto: as many as have their contexts in the servers' KV caches. If contexts outgrow
+    the caches, turns of the youngest chains wait; timeout_seconds stands still meanwhile."""
     workers: PositiveInt = 1
     """Number of rollout worker processes. Each runs an equal share of every batch, with its own tool servers;
     `concurrency`, `limits.calls_per_second` and pool capacities are totals over all workers. More than one helps if a

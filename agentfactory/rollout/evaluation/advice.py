@@ -27,7 +27,7 @@ GROUPS = 8
 
 def advise(look: Look) -> list[Finding]:
     """Return advice on what was seen, the most important first."""
-    judges = (missing_calls, malformed_turns, equal_rewards, cut_turns, slow_starts)
+    judges = (missing_calls, malformed_turns, equal_rewards, cut_turns, slow_starts, held_turns)
     return [advice for judge in judges for advice in judge(look)]
 
 
@@ -116,6 +116,17 @@ def slow_starts(look: Look) -> Iterator[Finding]:
             yield warning(f"waits for {name}", f"{share} ({wait:.1f} s each): {cause}", fix)
 
 
+def held_turns(look: Look) -> Iterator[Finding]:
+    """Advise if chains that have begun mostly wait for room in the servers' caches."""
+    if look.chains >= ENOUGH_CHAINS and look.held > max(WAITS * look.seconds, SHORT_WAIT):
+        text = (
+            f"turns are held for {look.held / look.seconds:.0%} of the chains' time ({look.held:.1f} s each), because"
+        )
+        fix = "raise server.max_num_seqs (embedded) or server.options.gpu_memory_utilization (vllm), add a server, or "
+        text += " their contexts outgrow the servers' caches"
+        yield warning("held turns", text, f"{fix}lower rollout.max_total_tokens")
+
+
 def one_chain(look: Look) -> Iterator[Finding]:
     text = f"in {look.groups} groups in a row all chains have the same sampled tokens"
     yield warning("equal samples", text, rules.DRAW)
@@ -151,6 +162,7 @@ class Alarms:
             enough = max(GROUPS, rules.EQUAL_STEPS * batch_size)
             self._streaks.append(_Streak(self._is_left_out, equal_rewards, enough))
         self._streaks.append(_Streak(_samples_one_chain, one_chain))
+        self._streaks.append(_Streak(lambda group: True, held_turns))
         if offer.why_wait:
             self._streaks.append(_Streak(lambda group: True, slow_starts))
 

@@ -85,6 +85,8 @@ class Look:
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     """Tool server -> seconds that it waits for an instance of it, mean."""
+    held: float = 0.0
+    """Seconds that its turns wait for room in the servers' caches, mean."""
     first_turns: int = 0
     read: int = 0
     """First turns in which the recipe's format reads a call of a known tool."""
@@ -174,6 +176,7 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         look.tokens = fmean(sampled) if sampled else None
         look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in ended)
         look.seconds = fmean(chain.seconds for chain in ended)
+        look.held = fmean(chain.metrics.get("held_seconds", 0.0) for chain in ended)
         for chain in ended:
             for stretch in chain.timeline:
                 if stretch.activity is Activity.WAIT and stretch.turn is None:

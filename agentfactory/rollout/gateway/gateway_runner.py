@@ -169,9 +169,10 @@ class GatewayChain(Asking):
         request = asyncio.current_task()
         assert request is not None
         self._requests.add(request)
-        start = time.monotonic()
         try:
-            turns = await self.turns.sample(turn_request, plan, self.episode.sampling, most)
+            async with self.episode.turn(plan.ids):
+                start = time.monotonic()
+                turns = await self.turns.sample(turn_request, plan, self.episode.sampling, most)
         except (Refusal, asyncio.CancelledError):
             self._taken -= turn_request.choices
             raise

@@ -24,8 +24,8 @@ from agentfactory.rollout.inference.http_transport import (
     missing_routes,
     refusal,
 )
-from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
-from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
+from agentfactory.rollout.inference.routing import PrefixTokens, Recovery, Replica, Router, ServerState
+from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 
@@ -98,6 +98,7 @@ class InferenceClient:
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
+        self.prefixes = PrefixTokens()
         self.connection = Connection(api_key_env, proxy, section)
         self.recovery = Recovery(self.connection, self._router, retry_seconds)
         # a run's trainer pauses its own server, and resumes it; nobody does that for a teacher's
@@ -158,6 +159,7 @@ class InferenceClient:
         chain: str = "",
         images: "RequestImages | None" = None,
         encoded: EncodedIds | None = None,
+        priority: int = 0,
     ) -> Completion:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`. Requests with different
         `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the JSON of earlier requests,
@@ -167,8 +169,8 @@ class InferenceClient:
         # only a server's search for stop strings needs text
         own = {"logprobs": 0, "detokenize": bool(sampling.get("stop"))}
         request: dict[str, Any] = {"model": model, "sampling_params": {**own, **sampling}}
-        if cache_salt is not None:
-            request["cache_salt"] = cache_salt
+        request |= {"cache_salt": cache_salt} if cache_salt is not None else {}
+        request |= {"priority": priority} if priority else {}
         if images is not None:
             request |= {"token_ids": images.collapsed(), "return_token_ids": True}
         else:
@@ -221,6 +223,7 @@ class InferenceClient:
                 if completion is None:
                     problem = "the server aborted the request"
                 elif self.recovery.is_current(completion.versions, model, oldest):
+                    self.prefixes.note(chain, token_ids, (model, oldest), len(completion.token_ids))
                     return completion
                 else:
                     problem = f"it sampled with {completion.versions[0].version}, not with {oldest and oldest.label}"
@@ -247,18 +250,25 @@ class InferenceClient:
 
         return self._sent.setdefault((url, rank), SentImages())
 
-    async def load(self) -> Load:
-        """Return the combined load of the serving servers. Raises InferenceError if one does not report its load."""
-        loads = []
-        for url, state in self._router.states.items():
-            if state is ServerState.SERVING:
-                try:
-                    loads += await self.connection.loads(url, LOAD_SECONDS)
-                except (LostError, ValueError) as error:
-                    raise InferenceError(f"cannot read the load of {url}: {error}") from error
-        if not loads:
-            raise InferenceError("no server is serving")
-        return combined(loads)
+    async def loads(self) -> dict[Replica, Load]:
+        """Return the load of each replica of the serving servers. Raises InferenceError if one does not report it."""
+        found: dict[Replica, Load] = {}
+        for url in [url for url, state in self._router.states.items() if state is ServerState.SERVING]:
+            try:
+                loads = await self.connection.loads(url, LOAD_SECONDS)
+            except (LostError, ValueError) as error:
+                raise InferenceError(f"cannot read the load of {url}: {error}") from error
+            self._router.has_replicas(url, len(loads))
+            found |= zip(self._router.replicas(url), loads, strict=True)
+        return found
+
+    @property
+    def moved(self) -> int:
+        return self._router.moved
+
+    def assign(self, chain: str, home: Replica) -> None:
+        """Send the next turns of `chain` to `home`, while it serves."""
+        self._router.assign(chain, home)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
         if (delay := retries.delay(time.monotonic(), asked=asked)) is not None:

@@ -52,6 +52,8 @@ class Router:
         """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
         """Time at which a server last completed a request."""
+        self.moved = 0
+        """How often a chain went on at another replica, where its context was computed again."""
         self._replicas = {url: [Replica(url)] for url in urls}
         self._given: Counter[Replica] = Counter()
         self._chains: ByteCache[str, Replica] = ByteCache(REMEMBERED)
@@ -59,6 +61,14 @@ class Router:
 
     def has_replicas(self, url: str, count: int) -> None:
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
+
+    def replicas(self, url: str) -> list[Replica]:
+        return self._replicas[url]
+
+    def assign(self, chain: str, home: Replica) -> None:
+        """Send the next turns of `chain` to `home`, while it serves."""
+        self.moved += self._chains.get(chain) not in (None, home)
+        self._chains.put(chain, home)
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
         """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves. Servers in
@@ -70,6 +80,7 @@ class Router:
             return None
         home = self._chains.get(chain)
         if home not in serving:
+            self.moved += home is not None
             home = self._choose_for_prompt(prompt, serving) if len(serving) > 1 else serving[0]
             self._given[home] += 1
         self._chains.put(chain, home)
@@ -96,6 +107,27 @@ class Router:
         """Note that `url` answers, and whether it has the current weights."""
         self.states[url] = state
         self.silent_since = None
+
+
+class PrefixTokens:
+    """A count of the prompt tokens that servers must compute if they keep every prefix: each token of a context once
+    for each version of the weights, and a prompt that several chains begin with once."""
+
+    def __init__(self) -> None:
+        self.sent = self.once = 0
+        """Tokens of all prompts, and those that are computed for the first time."""
+        self._known: ByteCache[Hashable, tuple[Hashable, int]] = ByteCache(2 * REMEMBERED)
+        """Chain, or first prompt -> version of the weights, tokens of its last context."""
+
+    def note(self, chain: str, prompt: Sequence[Hashable], weights: Hashable, sampled: int) -> None:
+        """Note a turn of `sampled` tokens after `prompt`."""
+        first = None if (own := self._known.get(chain)) else hash(tuple(prompt))
+        version, known = own or self._known.get(first) or (None, 0)
+        self.sent += len(prompt)
+        self.once += max(0, len(prompt) - (known if version == weights else 0))
+        if first is not None:
+            self._known.put(first, (weights, len(prompt)))
+        self._known.put(chain, (weights, len(prompt) + sampled))
 
 
 logger = logging.getLogger(__name__)

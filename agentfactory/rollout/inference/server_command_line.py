@@ -210,7 +210,7 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
     server, lora = recipe.server, recipe.model.lora
     options = server.vllm
     # the trainer divides its logits by the temperature before it compares log-probabilities with the server's
-    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
     given = {
         "--tensor-parallel-size": (options.tensor_parallel_size, 1),
         "--data-parallel-size": (options.data_parallel_size, 1),

@@ -24,6 +24,7 @@ from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.rollout.chains.chain_counts import COUNTS
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
+from agentfactory.rollout.chains.concurrency import most_chains
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
@@ -34,8 +35,7 @@ from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
-from agentfactory.rollout.inference.concurrency import next_limit
-from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.sources import Source, load_all, mix_of, tell_shared_tasks
@@ -45,9 +45,6 @@ from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, JOBS, conn
 
 # the module runs as __main__; under its real name, its notices are forwarded like those of other modules
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
-
-LOAD_SECONDS = 1.0
-
 
 # ---- an event loop whose timers stay punctual when thousands of responses arrive together
 
@@ -124,7 +121,8 @@ class Worker:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:
                 await source.check()
-            runner, self._places = sources[0].runner, sources[0].runner.places
+            runner = sources[0].runner
+            runner.places.workers = self.share.of
             sources = [replace(source, runner=source.watched()) for source in sources]
             held_out = [source.run_by(sources) for source in held_out]
             trained = [self._prepared(source, teachers.get(source.name)) for source in sources]
@@ -168,8 +166,6 @@ class Worker:
                     None if self.recipe.data is None else self.recipe.data.curriculum,
                 )
                 tasks.create_task(producer.run())
-                if self.recipe.rollout.concurrency == "auto":
-                    tasks.create_task(self._follow_load(runner))
                 async for message in messages:
                     match message["kind"]:
                         case "published":
@@ -244,7 +240,7 @@ class Worker:
     def _show(self, looks: dict[str, Look]) -> None:
         """Show the first look at the model, by source, which was taken while the first batches ran."""
         rollout, step = self.recipe.rollout, self.job.batch_size * self.recipe.largest_group
-        most = self._places.limit * self.share.of
+        most = most_chains(self.recipe)
         running = step * (rollout.max_staleness + 1)
         # a step's chains are those of all sources
         schedule = Schedule(step, self.job.total // self.job.batch_size, min(most, running), most)
@@ -262,21 +258,6 @@ class Worker:
         while True:
             await self._send("alive", counts=astuple(COUNTS))
             await asyncio.sleep(ALIVE_SECONDS)
-
-    async def _follow_load(self, runner: ChainRunner) -> None:
-        places = runner.places
-        while True:
-            await asyncio.sleep(LOAD_SECONDS)
-            try:
-                load = await runner.client.load()
-            except (InferenceError, ServerUnreachableError) as error:
-                # chains get the error from their own requests
-                logger.warning("cannot measure the server's load: %s", error)
-                continue
-            before = places.limit
-            places.resize(next_limit(before, self.recipe.largest_group, load, places.taken))
-            if places.limit != before:
-                logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
     async def _evaluate(
         self, held_out: Sequence[Source[ChainRunner]], published: Published, cache_salt: str | None
@@ -311,6 +292,8 @@ class Worker:
             for part in encode_delivered(delivered):
                 self.writer.write(part)
             await self.writer.drain()
+        runner = sources[0].runner
+        figures = {**figures, **await runner.places.take_figures(runner.client)}
         await self._send("batch", figures=figures, counts=astuple(COUNTS))
 
     async def _send(self, kind: str, **fields: Any) -> None:

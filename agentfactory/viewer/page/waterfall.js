@@ -9,10 +9,11 @@ const ACTIVITIES = {
   reward: { label: "reward", about: "The rewards judged the chain." },
   teacher: { label: "teacher", about: "The server of the teacher graded the chain's tokens, its queue included." },
   wait: { label: "waiting", about: "Waited for an instance of a tool server, or for limits.calls_per_second." },
+  held: { label: "held", about: "A turn waited for room in the servers' caches (rollout.concurrency: auto)." },
   setup: { label: "setup", about: "The environments were reset, and instances waited for." },
   rest: { label: "rest", about: "None of the others: rendering and parsing of turns, and other chains of the same process." },
 };
-const IN_ORDER = ["setup", "wait", "model", "tool", "reward", "teacher", "rest"];
+const IN_ORDER = ["setup", "wait", "held", "model", "tool", "reward", "teacher", "rest"];
 const MOST_ROWS = 400;
 
 /** Seconds for people. */
@@ -87,7 +88,7 @@ function waterfallRows(timeline) {
     turns.get(stretch.turn).push(stretch);
   }
   for (const [turn, stretches] of [...turns].sort(([a], [b]) => a - b)) {
-    rows.push(row(`turn ${turn + 1}`, stretches.filter(({ activity }) => activity === "model"), { turn }));
+    rows.push(row(`turn ${turn + 1}`, stretches.filter(({ activity }) => ["held", "model"].includes(activity)), { turn }));
     const waits = stretches.filter(({ activity }) => activity === "wait");
     for (const call of stretches.filter(({ activity }) => activity === "tool")) {
       // a wait ends when its call begins

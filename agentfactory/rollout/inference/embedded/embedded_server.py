@@ -282,6 +282,9 @@ class Server(ProtocolServer):
                 prompt_tokens=engine.computed_tokens + engine.cached_tokens,
                 generation_tokens=engine.generation_tokens,
                 cached_tokens=engine.cached_tokens,
+                # a slot holds one context
+                blocks=engine.max_num_seqs,
+                block_size=engine.max_model_len,
             )
         )
 

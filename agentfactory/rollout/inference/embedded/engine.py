@@ -233,10 +233,11 @@ class Engine:
         best = int(usable.argmax())
         if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
             return False
-        # Continue in place if that loses nothing; otherwise copy the shared prefix to the longest idle slot.
+        # Continue in place if that loses nothing; otherwise copy the shared prefix to the idle slot of the least value:
+        # its tokens over the time since their use, squared, since those of ended chains are many.
         extends = ~self._held & (usable == self._computed) & (usable == usable[best])
-        idle = np.where(self._held, np.iinfo(np.int64).max, self._used)
-        slot = int(extends.argmax() if usable[best] and extends.any() else idle.argmin())
+        value = np.where(self._held, np.inf, self._computed / (self._clock - self._used + 1) ** 2)
+        slot = int(extends.argmax() if usable[best] and extends.any() else value.argmin())
         prefix = int(usable[best])
         if slot != best and usable[slot] < prefix:
             assert self.cache is not None
@@ -254,7 +255,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Compute up to PREFILL_TOKENS new prompt tokens, and one token of every decoding request."""
-        for request in list(self.waiting):
+        for request in sorted(self.waiting, key=lambda request: request.priority):
             if len(self.running) < self.max_num_seqs and self._place(request):
                 self.waiting.remove(request)
                 self.running.append(request)

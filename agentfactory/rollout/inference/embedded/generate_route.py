@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
-    *("content_parts", "return_token_ids"),
+    *("content_parts", "return_token_ids", "priority"),
 }
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     # logits over less than that overflow
@@ -89,6 +89,8 @@ def make_request(
     scored, salt = params.get("prompt_logprobs"), body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise BadRequest(f"cache_salt: {salt!r} is not a non-empty string")
+    if type(priority := body.get("priority", 0)) is not int:
+        raise BadRequest(f"priority: {priority!r} is not an integer")
     stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
     return Request(
         prompt=prompt,
@@ -105,6 +107,7 @@ def make_request(
         fresh=bool(params.get("skip_reading_prefix_cache")) or scored is not None,
         cache_salt=salt,
         prompt_logprobs=scored,
+        priority=priority,
     )
 
 

@@ -68,7 +68,7 @@ class Request:
     token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same `cache_salt`
     share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of each prompt
     token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is called once,
-    when `finish_reason` ("stop", "length", "abort" or "error") is set."""
+    when `finish_reason` ("stop", "length", "abort" or "error") is set. Those with a lower `priority` begin first."""
 
     prompt: np.ndarray
     max_tokens: int
@@ -84,6 +84,7 @@ class Request:
     fresh: bool = False
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
     prompt_scores: dict[int, PromptScore] = field(default_factory=dict)
     slot: int = -1
     tokens: list[int] = field(default_factory=list)

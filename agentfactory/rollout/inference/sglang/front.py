@@ -134,12 +134,15 @@ def read_load(page: str) -> Load:
         if name == "sglang:realtime_tokens_total":
             mode = rest.partition('mode="')[2].partition('"')[0]
             tokens[mode] = tokens.get(mode, 0.0) + value
-    cached = tokens.get("prefill_cache", 0.0)
+    cached, usage = tokens.get("prefill_cache", 0.0), gauges.get("sglang:token_usage", 0.0)
     return Load(
         waiting=gauges.get("sglang:num_queue_reqs", 0.0),
         running=gauges["sglang:num_running_reqs"],
-        cache=gauges.get("sglang:token_usage", 0.0),
+        cache=usage,
         prompt_tokens=tokens.get("prefill_compute", 0.0) + cached,
         generation_tokens=tokens.get("decode", 0.0),
         cached_tokens=cached,
+        # known once tokens are in use
+        blocks=round(gauges.get("sglang:num_used_tokens", 0.0) / usage) if usage else 0.0,
+        block_size=1.0,
     )

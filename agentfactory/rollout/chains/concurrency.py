@@ -1,0 +1,185 @@
+"""The chains of a process that run at a time: they begin, and their turns are sampled, when Admission lets them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from math import inf
+from typing import TYPE_CHECKING
+
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.connections import raise_open_files
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.admission import Admission, Cache, Chain, State
+from agentfactory.rollout.inference.http_transport import InferenceError
+from agentfactory.rollout.inference.routing import Replica
+from agentfactory.rollout.inference.server_metrics import Load
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.inference.inference_client import InferenceClient
+
+logger = logging.getLogger(__name__)
+
+SPARE = 8
+"""Of so many blocks, one is spare where each holds a whole context, as in the embedded engine."""
+READ_SECONDS = 10.0
+"""Interval at which the sizes of the servers' caches are read, while chains begin."""
+
+
+class Place:
+    """The place of a chain, which its requests for turns call `chain`, among those of the process."""
+
+    def __init__(self, places: "Places", chain: str):
+        self.chain = chain
+        self.timer: asyncio.Timeout | None = None
+        """The chain's time limit, which stands still while a turn is held."""
+        self.note: Callable[[float, float], None] = lambda start, end: None
+        """Called with the times of `time.monotonic()` between which a turn was held."""
+        self.held_seconds = 0.0
+        self.admitted = asyncio.Event()
+        self._places = places
+
+    @property
+    def seat(self) -> Chain:
+        return self._places.admission.chains[self]
+
+    @asynccontextmanager
+    async def turn(self, ids: Sequence[int]) -> AsyncIterator[None]:
+        """Wait until a turn after `ids` may be requested; the request ends with the `with` block."""
+        admission, first = self._places.admission, self.seat.state is State.STARTING
+        admission.ask(self, len(ids), hash(tuple(ids)) if first else None)
+        try:
+            if self.seat.state is State.HELD:
+                with self._held():
+                    await self._places.wait_for(self)
+            yield
+        finally:
+            # the chain may have ended before a request of its agent
+            if self in admission.chains:
+                admission.answer(self)
+                self._places.settle()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        start, timer, until = time.monotonic(), self.timer, None
+        if timer is not None and (until := timer.when()) is not None:
+            timer.reschedule(None)
+        try:
+            yield
+        finally:
+            seconds = (end := time.monotonic()) - start
+            self.held_seconds += seconds
+            self.note(start, end)
+            if timer is not None and until is not None:
+                with suppress(RuntimeError):  # the chain has ended
+                    timer.reschedule(until + seconds)
+
+
+class Places:
+    """The places of a process's chains: `rollout.concurrency` of them, or as many as the caches of `client`'s servers
+    hold, of which each of `workers` processes has an equal part. Raise SettingError for too few open files."""
+
+    def __init__(self, recipe: RolloutRecipe, client: "InferenceClient | None" = None):
+        follows = recipe.rollout.concurrency == "auto"
+        self.workers = 1
+        self._client = client if follows else None
+        most, self._longest = most_chains(recipe), recipe.rollout.max_total_tokens
+        check_open_files(most)
+        self._most_requests = most if follows else inf
+        files = raise_open_files()
+        at_most = inf if files is None or not follows else files // 2
+        # without a report of the caches, as many chains as the servers run requests, or as the recipe says
+        self._unknown = Cache(most, self._longest)
+        self.admission = Admission({0: self._unknown}, self._longest, self._most_requests, at_most)
+        self._computed: tuple[float, ...] | None = None
+        self._reading = asyncio.Lock()
+        self._due = 0.0
+
+    @asynccontextmanager
+    async def place(self, chain: str, group: str) -> AsyncIterator[Place]:
+        """Wait until a chain of `group` may begin, and hold its place during the `with` block."""
+        place = Place(self, chain)
+        await self._read_caches()
+        self.admission.enter(place, group)
+        try:
+            await self.wait_for(place)
+            yield place
+        finally:
+            self.admission.leave(place)
+            self.settle()
+
+    async def wait_for(self, place: Place) -> None:
+        self.settle()
+        if place.seat.state in (State.NEW, State.HELD):
+            place.admitted.clear()
+            await place.admitted.wait()
+
+    def settle(self) -> None:
+        """Let all go on that may; their turns are requested where they have seats."""
+        for chain in self.admission.admit():
+            assert isinstance(chain.key, Place)
+            if self._client is not None and isinstance(chain.home, Replica):
+                self._client.assign(chain.key.chain, chain.home)
+            chain.key.admitted.set()
+
+    async def take_figures(self, client: "InferenceClient") -> dict[str, float]:
+        """Return the metrics of the servers' prefix caches since the last call, divided by the number of workers."""
+        try:
+            loads = (await client.loads()).values()
+        except InferenceError:
+            return {}
+        prompt, cached = sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
+        now = prompt, cached, client.prefixes.sent, client.prefixes.once, client.moved
+        before, self._computed = self._computed, now
+        if before is None:
+            return {}
+        prompt, cached, sent, once, moved = (now - then for now, then in zip(self._computed, before, strict=True))
+        if min(prompt, sent, once) <= 0:  # also for a server that began anew
+            return {}
+        # other workers and evaluations share the servers, so shares are compared
+        again = (prompt - cached) / prompt * sent / once - 1
+        return {
+            "prefix/hit_share": cached / prompt / self.workers,
+            "prefix/recomputed": max(0.0, again) / self.workers,
+            "prefix/moved": float(moved),
+        }
+
+    def _part(self, load: Load) -> Cache:
+        """Return the part of a replica's cache that belongs to this process."""
+        blocks = load.blocks // self.workers
+        return Cache(blocks, load.block_size, blocks // SPARE)
+
+    async def _read_caches(self) -> None:
+        if self._client is None:
+            return
+        async with self._reading:
+            if (now := time.monotonic()) < self._due:
+                return
+            self._due = now + READ_SECONDS
+            try:
+                loads = await self._client.loads()
+            except InferenceError as error:
+                # chains get the error from their own requests
+                logger.info("cannot read the sizes of the servers' caches: %s", error)
+                return
+            caches = {replica: self._part(load) if load.blocks else self._unknown for replica, load in loads.items()}
+            if caches and caches != self.admission.caches:
+                self.admission.slots = self._most_requests * len(caches)
+                self.admission.resize(caches)
+                logger.info("caches of the servers, of which this process has its part: %s", caches)
+
+
+def most_chains(recipe: RolloutRecipe, workers: int = 1) -> int:
+    """Return the maximum number of chains of one of `workers` whose turns a server samples. With
+    rollout.concurrency=auto, each may have as many as the server takes."""
+    limit = recipe.rollout.concurrency
+    return recipe.server.max_num_seqs if limit == "auto" else -(-limit // workers)
+
+
+def check_open_files(chains: int) -> None:
+    """Raise SettingError if this process may not open a connection for each of `chains`, and as many other files."""
+    files = raise_open_files()
+    if files is not None and chains > files // 2:
+        problem = f"{chains} chains at a time each need a connection, but a process may open {files} files (ulimit -n)"
+        raise SettingError("rollout.concurrency", problem, f"lower it to {files // 2}, or raise that limit")
