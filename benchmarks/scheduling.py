@@ -333,7 +333,10 @@ def real(python: str | None) -> tuple[list[float], list[float]]:
         server: dict[str, Any] = {"engine": "embedded", "max_num_seqs": SLOTS, "max_model_len": ROW}
         if python is not None:
             blocks = str(SLOTS * ROW // 16)
-            server |= {"engine": "vllm", "options": {"python": python, "args": ["--num-gpu-blocks-override", blocks]}}
+            server |= {
+                "engine": "vllm",
+                "options": {"python": python, "args": ["--block-size", "16", "--num-gpu-blocks-override", blocks]},
+            }
         model = {"path": folder, "dtype": "float32"}
         fields: dict[str, Any] = {"model": model, "server": {**server, "port": 8765}}
         recipes = {
