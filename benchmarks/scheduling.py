@@ -285,8 +285,10 @@ def simulate(workload: Workload, limit: int | None, seed: int, leaves: bool) -> 
 
 # ---- a real server
 
-CHAINS, REAL_TURNS, OPENING, GENERATED, ANSWER, PAUSE, SLOTS, ROW = 32, 8, 300, 4, 60, 0.25, 8, 832
+CHAINS, REAL_TURNS, OPENING, GENERATED, ANSWER, PAUSE, SLOTS, ROW = 32, 8, 320, 4, 60, 0.25, 8, 832
 """Chains, turns, tokens of a prompt, a turn and a tool's result, mean seconds of a tool, slots, tokens of a row."""
+BLOCK = 32
+"""Tokens of a block of vLLM's cache, the least on a CPU. Only whole blocks are cached: contexts have whole ones."""
 
 
 def save_network(folder: Path) -> None:
@@ -332,11 +334,8 @@ def real(python: str | None) -> tuple[list[float], list[float]]:
         save_network(Path(folder))
         server: dict[str, Any] = {"engine": "embedded", "max_num_seqs": SLOTS, "max_model_len": ROW}
         if python is not None:
-            blocks = str(SLOTS * ROW // 16)
-            server |= {
-                "engine": "vllm",
-                "options": {"python": python, "args": ["--block-size", "16", "--num-gpu-blocks-override", blocks]},
-            }
+            args = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(SLOTS * ROW // BLOCK)]
+            server |= {"engine": "vllm", "options": {"python": python, "args": args}}
         model = {"path": folder, "dtype": "float32"}
         fields: dict[str, Any] = {"model": model, "server": {**server, "port": 8765}}
         recipes = {
