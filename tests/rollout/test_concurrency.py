@@ -143,6 +143,23 @@ def test_the_youngest_gives_its_seat_and_the_oldest_gets_the_next_one() -> None:
     assert next(chain.key for chain in admission.admit()) == "c"
 
 
+def test_a_chain_that_starts_does_not_keep_others_from_ending() -> None:
+    """It may be older, and wait for an environment that they have."""
+    admission = Admission({0: Cache(850, 1)}, 800)
+    for key, group in (("other", 1), ("young", 2)):
+        admission.enter(key, group)
+        assert [chain.key for chain in admission.admit()] == [key]
+        admission.ask(key, 100)
+        admission.answer(key)
+    admission.enter("old", 1)
+    admission.leave("other")
+    assert [chain.key for chain in admission.admit()] == ["old"]
+    admission.ask("young", 800)
+    assert admission.chains["young"].state is State.RUNNING
+    admission.ask("old", 200)
+    assert admission.chains["old"].state is State.HELD
+
+
 async def test_a_held_turn_stops_the_clock_and_ends_with_its_client() -> None:
     fields = {"rollout": {"concurrency": 2, "max_total_tokens": 100}}
     places = Places(RolloutRecipe.model_validate({"model": {"path": "m"}, **fields}))

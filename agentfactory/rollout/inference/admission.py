@@ -9,7 +9,7 @@ chain begins before."""
 
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -193,7 +193,15 @@ class Admission:
     def admit(self) -> list[Chain]:
         """Give seats to the first waiting chains, as long as there is room, and return them: they begin or run."""
         admitted = []
-        while self._waiting and (home := self._place_for(chain := self._waiting[0][2])) is not None:
+        while self._waiting:
+            home = self._place_for(chain := self._waiting[0][2])
+            if home is None:
+                # a chain that starts may wait for an environment that a held one has
+                starting = [other for other in self._seated() if other.state is State.STARTING]
+                if chain.state is State.NEW or not starting:
+                    break
+                self._rise(max(starting, key=lambda other: other.order))
+                continue
             self._move(chain, State.STARTING if chain.state is State.NEW else State.RUNNING)
             self._sit(chain, home)
             admitted.append(chain)
@@ -225,17 +233,21 @@ class Admission:
         return home if has_room else None
 
     def _keeps_seat(self, chain: Chain) -> bool:
-        """Make room for the context of a chain that has a seat, and return whether it still has it: younger chains lose
-        theirs first, and the oldest one keeps its own even if the cache is too small."""
+        """Make room for the context of a chain that has a seat, and return whether it still has it: chains that start
+        lose theirs first, then younger ones, and the oldest one keeps its own even if the cache is too small."""
         while (home := chain.home) is not None and self.used[home] > self._limit(home):
-            others = [other for other in self.chains.values() if other.home == home and other is not chain]
-            younger = [o for o in others if o.order > chain.order and o.state in (State.IDLE, State.STARTING)]
+            others = [other for other in self._seated() if other.home == home and other is not chain]
+            younger = [o for o in others if o.state is State.IDLE and o.order > chain.order]
+            younger = [o for o in others if o.state is State.STARTING] or younger
             if not younger and all(other.order > chain.order for other in others):
                 break
             victim = max(younger, key=lambda other: other.order, default=chain)
             self._again += victim.tokens
             self._rise(victim)
         return chain.home is not None
+
+    def _seated(self) -> Iterator[Chain]:
+        return (chain for chain in self.chains.values() if chain.home is not None)
 
     def _peak(self, chain: Chain, home: Hashable) -> float:
         """Return the most blocks that the chains at `home` and this one are expected to need at a time: all grow alike,
