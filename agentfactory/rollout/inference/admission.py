@@ -283,7 +283,8 @@ class Admission:
         return blocks - (self._shared(chain, home) if self._sharing[home, chain.opening] else 0)
 
     def _shared(self, chain: Chain, home: Hashable) -> float:
-        return chain.shared // self.caches[home].size if chain.opening is not None else 0
+        size = self.caches[home].size
+        return chain.shared // size if chain.opening is not None and size < self.longest else 0
 
     # ---- bookkeeping
 
