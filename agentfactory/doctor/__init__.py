@@ -13,11 +13,10 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks, recipe_checks
 from agentfactory.launching.time_plan import plan_times
-from agentfactory.recipe.checks import check_recipe, parts_of, runs_code
+from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.chains.concurrency import most_chains
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.model_hub import is_hub_name
 
@@ -91,7 +90,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("disk", partial(machine_checks.check_disk, stages[0].output if stages else Path.cwd()))
     if not stages:
         yield from _safely("open files", machine_checks.check_open_files)
-    code = any(runs_code(part.recipe) for stage in stages for part in parts_of(stage))
+    code = any(recipe_checks.runs_code(part.recipe) for stage in stages for part in parts_of(stage))
     yield from _safely("sandbox", partial(machine_checks.check_sandbox, code))
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
@@ -105,7 +104,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
-    yield "open files", partial(machine_checks.check_open_files, most_chains(recipe, recipe.rollout.workers))
+    yield "open files", partial(machine_checks.check_open_files, recipe.most_chains(recipe.rollout.workers))
     yield "run folder", partial(recipe_checks.check_output, recipe)
     yield "memory", lambda: recipe_checks.check_fit(recipe, memory_room())
     yield "model.dtype", partial(recipe_checks.check_dtype, recipe)

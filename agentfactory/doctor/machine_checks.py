@@ -13,13 +13,12 @@ from packaging.requirements import Requirement
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, ok, problem, warning
-from agentfactory.base.http.connections import raise_open_files
+from agentfactory.base.http import connections
 from agentfactory.base.processes.devices import GPU_DRIVERS
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
-from agentfactory.rollout.chains import concurrency
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30
@@ -120,8 +119,8 @@ def existing(folder: Path) -> Path:
 def check_open_files(chains: int = _CHAINS) -> Iterator[Finding]:
     """Check that a process may open the files of `chains` at a time, as the run does."""
     try:
-        concurrency.check_open_files(chains)
-        yield ok("open files", f"a process may have {raise_open_files() or 'any number'}")
+        connections.check_open_files(chains)
+        yield ok("open files", f"a process may have {connections.raise_open_files() or 'any number'}")
     except SettingError as error:
         yield problem("open files", error.problem, error.fix)
 

@@ -17,6 +17,7 @@ from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureErro
 from agentfactory.base.processes.devices import measured, width_of
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.run_notices import Notices
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.machine_checks import existing, gib
@@ -32,10 +33,20 @@ from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command_line import address_fault
 from agentfactory.rollout.model_hub import check_names, has_tokenizer, is_downloaded
+from agentfactory.tools.prebuilt import prebuilt
 
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
+_CODE_REWARDS = ("code_tests",)
+
+
+def runs_code(recipe: Recipe) -> bool:
+    known = prebuilt()
+    named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
+    places = [place for name, place in known.items() if name in named]
+    by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
+    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
 
 
 def starts_server(recipe: Recipe) -> bool:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from agentfactory.base.config import Isolation, McpServerConfig, ToolsRecipe
 from agentfactory.base.errors import SettingError
+from agentfactory.base.http.connections import check_open_files
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.chains.concurrency import check_open_files, most_chains
 from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
@@ -76,7 +76,7 @@ def check_teacher_answers(recipe: Recipe) -> None:
 
 def check_tools_open(recipe: Recipe) -> None:
     """Open the recipe's tools, and close them. Raises SettingError."""
-    check_open_files(most_chains(recipe, recipe.rollout.workers))
+    check_open_files(recipe.most_chains(recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):
             _open_tools(part.recipe)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from agentfactory.base.messages import text_of
 from agentfactory.base.processes.devices import ROWS, Speed, may_have_gpu, measured, width_of
 from agentfactory.base.run_notices import clock
-from agentfactory.recipe.checks import is_quick, runs_chains, runs_code
+from agentfactory.recipe.checks import is_quick, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.opening_prompt import opening_messages
@@ -35,8 +35,8 @@ _PER_LAYER = {"decode": 25, "update": 200}
 _TURN, _TOKEN, _STEP = 200, 5, 5000
 """Work for a turn in worker and server, and for a row's token and a step in the trainer, in operations on small
 tensors."""
-_SANDBOX = 5000
-"""Work for a chain that runs code in a sandbox, in the same unit."""
+_SANDBOXED, _SANDBOX = {"code_interpreter", "shell"}, 5000
+"""Tools that run code in a sandbox per chain, and work for one, in the same unit."""
 _PROBES, _SYNC = 400, 12_000
 """Tokens that prove a sync, and its other work in operations on small tensors."""
 _BYTES = 1e9
@@ -147,10 +147,10 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> Tim
     row = (many - few) / (ROWS[1] - ROWS[0])
     train, lora = recipe.train, recipe.model.lora
     chains = train.batch_size * (1 if train.algorithm == "sft" else recipe.largest_group)
-    sandbox = _SANDBOX if runs_code(recipe) else 0
+    sandbox = 0 if _SANDBOXED.isdisjoint(recipe.tools) else _SANDBOX
 
     def rollout(tasks: float, chains: float) -> float:
-        running = max(1.0, _OCCUPIED * min(chains, recipe.server.max_num_seqs, _most(recipe)))
+        running = max(1.0, _OCCUPIED * min(chains, recipe.server.max_num_seqs, recipe.most_chains()))
         passing = (size.body + size.head) * (few + row * (running - ROWS[0]))
         decoding = chains * lengths.sampled / running * (passing + size.layers * _PER_LAYER["decode"] * speed.operation)
         prefill = (tasks * lengths.prompt + chains * lengths.results) * size.body * row
@@ -178,11 +178,6 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> Tim
     else:
         phases = {"update": phases["update"]}
     return TimePlan(phases, evaluations, train.steps, lengths)
-
-
-def _most(recipe: Recipe) -> int:
-    limit = recipe.rollout.concurrency
-    return recipe.server.max_num_seqs if limit == "auto" else limit
 
 
 def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:

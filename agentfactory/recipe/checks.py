@@ -10,7 +10,6 @@ from typing import Any
 
 from agentfactory.base.errors import Fault, SettingError, refuse, short
 from agentfactory.base.processes.environment import is_setting
-from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
 from agentfactory.recipe.code_checks import (
@@ -33,10 +32,8 @@ from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.model_hub import HubName, is_hub_name, load_fault, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.prebuilt import prebuilt
 
 _TRIED_ROWS = 3
-_CODE_REWARDS = ("code_tests",)
 
 
 def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
@@ -44,15 +41,6 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
     if purpose == "train":
         return recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None
     return purpose in ("rollout", "eval")
-
-
-def runs_code(recipe: Recipe) -> bool:
-    """Return whether chains run code in sandboxes."""
-    known = prebuilt()
-    named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
-    places = [place for name, place in known.items() if name in named]
-    by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
-    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
 
 
 def check_recipe(

@@ -71,6 +71,7 @@ _SECTIONS = {
     "Environments and curriculum": ["environments/.*", "curriculum/.*"],
     "Policy": ["loss", "kl", "entropy", "grad_norm", "clip_fraction", "learning_rate", "critic/.*"],
     "Trainer against server": ["staleness/.*", "mismatch/.*", "mixed_tokens", "sync/.*"],
+    "Servers' prefix caches": ["prefix/.*", "trajectory/held_seconds"],
     "Speed": [
         *("tokens_per_second", "seconds/step", "seconds/.*", "trajectory/tool_seconds", "trajectory/tool/.*/seconds")
     ],

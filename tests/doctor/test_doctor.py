@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.findings import Finding, Severity
+from agentfactory.base.http import connections
 from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.commands.main import main
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.chains import concurrency
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.http_pages import serving
@@ -258,7 +258,7 @@ def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
 
 
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "raise_open_files", lambda: 1024)
+    monkeypatch.setattr(connections, "raise_open_files", lambda: 1024)
     assert "4000 chains at a time each need a connection" in the_problem(doctor_machine.check_open_files(4000))
     assert levels(doctor_machine.check_open_files()) == {Severity.OK}
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+from agentfactory.base.errors import SettingError
+
 HEADER_SECONDS = 75.0
 """Maximum idle time of a connection, and maximum time until a request's header is complete."""
 _MOST_CONNECTIONS = 8192
@@ -20,6 +22,14 @@ def raise_open_files() -> int | None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         most = hard
     return None if most == resource.RLIM_INFINITY else most
+
+
+def check_open_files(chains: int) -> None:
+    """Raise SettingError if this process may not open a connection for each of `chains`, and as many other files."""
+    files = raise_open_files()
+    if files is not None and chains > files // 2:
+        problem = f"{chains} chains at a time each need a connection, but a process may open {files} files (ulimit -n)"
+        raise SettingError("rollout.concurrency", problem, f"lower it to {files // 2}, or raise that limit")
 
 
 def most_connections() -> int:

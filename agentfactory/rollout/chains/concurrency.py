@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from math import inf
 from typing import TYPE_CHECKING
 
-from agentfactory.base.errors import SettingError
-from agentfactory.base.http.connections import raise_open_files
+from agentfactory.base.http.connections import check_open_files, raise_open_files
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.admission import Admission, Cache, Chain, State
 from agentfactory.rollout.inference.http_transport import InferenceError
@@ -84,7 +83,7 @@ class Places:
         follows = recipe.rollout.concurrency == "auto"
         self.workers = 1
         self._client = client if follows else None
-        most, self._longest = most_chains(recipe), recipe.rollout.max_total_tokens
+        most, self._longest = recipe.most_chains(), recipe.rollout.max_total_tokens
         check_open_files(most)
         self._most_requests = most if follows else inf
         files = raise_open_files()
@@ -168,18 +167,3 @@ class Places:
                 self.admission.slots = self._most_requests * len(caches)
                 self.admission.resize(caches)
                 logger.info("caches of the servers, of which this process has its part: %s", caches)
-
-
-def most_chains(recipe: RolloutRecipe, workers: int = 1) -> int:
-    """Return the maximum number of chains of one of `workers` whose turns a server samples. With
-    rollout.concurrency=auto, each may have as many as the server takes."""
-    limit = recipe.rollout.concurrency
-    return recipe.server.max_num_seqs if limit == "auto" else -(-limit // workers)
-
-
-def check_open_files(chains: int) -> None:
-    """Raise SettingError if this process may not open a connection for each of `chains`, and as many other files."""
-    files = raise_open_files()
-    if files is not None and chains > files // 2:
-        problem = f"{chains} chains at a time each need a connection, but a process may open {files} files (ulimit -n)"
-        raise SettingError("rollout.concurrency", problem, f"lower it to {files // 2}, or raise that limit")

@@ -304,6 +304,12 @@ class RolloutRecipe(ToolsRecipe):
     def largest_group(self) -> int:
         return max((part.recipe.rollout.group_size for part in self.parts()), default=self.rollout.group_size)
 
+    def most_chains(self, workers: int = 1) -> int:
+        """Return the maximum number of chains of one of `workers` whose turns a server samples. With
+        rollout.concurrency=auto, each may have as many as the server takes."""
+        limit = self.rollout.concurrency
+        return self.server.max_num_seqs if limit == "auto" else -(-limit // workers)
+
     def longest_call(self) -> tuple[float, str]:
         """See ToolsRecipe: a reset may take as long as its chain."""
         return self.rollout.timeout_seconds, "rollout.timeout_seconds"

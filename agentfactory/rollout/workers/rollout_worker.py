@@ -24,7 +24,6 @@ from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.rollout.chains.chain_counts import COUNTS
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
-from agentfactory.rollout.chains.concurrency import most_chains
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
@@ -240,7 +239,7 @@ class Worker:
     def _show(self, looks: dict[str, Look]) -> None:
         """Show the first look at the model, by source, which was taken while the first batches ran."""
         rollout, step = self.recipe.rollout, self.job.batch_size * self.recipe.largest_group
-        most = most_chains(self.recipe)
+        most = self.recipe.most_chains()
         running = step * (rollout.max_staleness + 1)
         # a step's chains are those of all sources
         schedule = Schedule(step, self.job.total // self.job.batch_size, min(most, running), most)
