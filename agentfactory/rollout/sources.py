@@ -104,4 +104,6 @@ async def open_all(
                 if found:
                     runner.places = found[0].runner.places
             found.append(Source(one.part, one.tasks, runner))
+        if found:
+            found[0].runner.places.expect(max(one.part.recipe.rollout.max_total_tokens for one in loaded))
         yield found

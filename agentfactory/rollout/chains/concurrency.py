@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentfactory.base.http.connections import check_open_files, raise_open_files
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.admission import Admission, Cache, Chain, State
+from agentfactory.rollout.inference.admission import AT_ONCE, Admission, Cache, Chain, State
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.inference.server_metrics import Load
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 SPARE = 8
 """Of so many blocks, one is spare where each holds a whole context, as in the embedded engine."""
-READ_SECONDS = 10.0
-"""Interval at which the sizes of the servers' caches are read, while chains begin."""
+READ_SECONDS, RETRY_SECONDS = 10.0, 1.0
+"""Interval at which the sizes of the servers' caches are read, while chains begin or wait; after a failure."""
 
 
 class Place:
@@ -38,6 +38,8 @@ class Place:
         self.held_seconds = 0.0
         self.admitted = asyncio.Event()
         self._places = places
+        self._holds, self._since = 0, 0.0
+        self._until: float | None = None
 
     @property
     def seat(self) -> Chain:
@@ -61,18 +63,22 @@ class Place:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        start, timer, until = time.monotonic(), self.timer, None
-        if timer is not None and (until := timer.when()) is not None:
-            timer.reschedule(None)
+        start = time.monotonic()
+        if not self._holds:
+            self._since, self._until = start, self.timer and self.timer.when()
+            if self.timer is not None:
+                self.timer.reschedule(None)
+        self._holds += 1
         try:
             yield
         finally:
-            seconds = (end := time.monotonic()) - start
-            self.held_seconds += seconds
-            self.note(start, end)
-            if timer is not None and until is not None:
-                with suppress(RuntimeError):  # the chain has ended
-                    timer.reschedule(until + seconds)
+            self.note(start, end := time.monotonic())
+            self._holds -= 1
+            if not self._holds:
+                self.held_seconds += (seconds := end - self._since)
+                if self.timer is not None and self._until is not None:
+                    with suppress(RuntimeError):  # the chain has ended
+                        self.timer.reschedule(self._until + seconds)
 
 
 class Places:
@@ -92,8 +98,14 @@ class Places:
         self._unknown = Cache(most, self._longest)
         self.admission = Admission({0: self._unknown}, self._longest, self._most_requests, at_most)
         self._computed: tuple[float, ...] | None = None
-        self._reading = asyncio.Lock()
+        self._read = asyncio.Event()
         self._due = 0.0
+
+    def expect(self, longest: int) -> None:
+        """Note that chains, of which none has begun, may have as many tokens."""
+        self._longest = self.admission.longest = longest
+        self._unknown = Cache(self._unknown.blocks, longest)
+        self.admission.resize({0: self._unknown})
 
     @asynccontextmanager
     async def place(self, chain: str, group: str) -> AsyncIterator[Place]:
@@ -110,13 +122,18 @@ class Places:
 
     async def wait_for(self, place: Place) -> None:
         self.settle()
-        if place.seat.state in (State.NEW, State.HELD):
+        while place.seat.state in (State.NEW, State.HELD):
             place.admitted.clear()
-            await place.admitted.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(place.admitted.wait(), None if self._client is None else READ_SECONDS)
+            await self._read_caches()
 
     def settle(self) -> None:
         """Let all go on that may; their turns are requested where they have seats."""
-        for chain in self.admission.admit():
+        admitted = self.admission.admit()
+        if len(admitted) == AT_ONCE:
+            asyncio.get_running_loop().call_soon(self.settle)
+        for chain in admitted:
             assert isinstance(chain.key, Place)
             if self._client is not None and isinstance(chain.home, Replica):
                 self._client.assign(chain.key.chain, chain.home)
@@ -152,18 +169,23 @@ class Places:
     async def _read_caches(self) -> None:
         if self._client is None:
             return
-        async with self._reading:
-            if (now := time.monotonic()) < self._due:
-                return
-            self._due = now + READ_SECONDS
-            try:
-                loads = await self._client.loads()
-            except InferenceError as error:
-                # chains get the error from their own requests
-                logger.info("cannot read the sizes of the servers' caches: %s", error)
-                return
-            caches = {replica: self._part(load) if load.blocks else self._unknown for replica, load in loads.items()}
-            if caches and caches != self.admission.caches:
-                self.admission.slots = self._most_requests * len(caches)
-                self.admission.resize(caches)
-                logger.info("caches of the servers, of which this process has its part: %s", caches)
+        if time.monotonic() < self._due:
+            await self._read.wait()  # all wait for the first time
+            return
+        self._due, pause = inf, RETRY_SECONDS
+        try:
+            loads = await self._client.loads()
+            pause = READ_SECONDS
+        except InferenceError as error:
+            # chains get the error from their own requests
+            logger.info("cannot read the sizes of the servers' caches: %s", error)
+            return
+        finally:
+            self._due = time.monotonic() + pause
+            self._read.set()
+        caches = {replica: self._part(load) if load.blocks else self._unknown for replica, load in loads.items()}
+        if caches and caches != self.admission.caches:
+            self.admission.slots = self._most_requests * len(caches)
+            self.admission.resize(caches)
+            logger.info("caches of the servers, of which this process has its part: %s", caches)
+            self.settle()

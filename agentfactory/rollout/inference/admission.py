@@ -27,6 +27,8 @@ REMEMBERED = 4
 """Tokens that are counted for AGAIN, in sizes of all caches; older ones count half, and so on."""
 AHEAD, GROWS = 4, 2
 """The growth that is expected of a chain while no longer one has ended: so many turns, and so many times its tokens."""
+AT_ONCE = 64
+"""Most chains that are admitted at a time: thousands would take seconds."""
 ENDS = 256
 """Number of ended chains whose lengths are remembered."""
 
@@ -141,7 +143,7 @@ class Admission:
         chain.requests += 1
         if chain.requests > 1:
             # the contexts of requests at the same time add up
-            self._resize(chain, chain.tokens + tokens)
+            self._resize(chain, min(self.longest, chain.tokens + tokens))
             return
         home = self._rise(chain)
         if chain.state is State.STARTING:
@@ -191,14 +193,15 @@ class Admission:
     # ---- decisions
 
     def admit(self) -> list[Chain]:
-        """Give seats to the first waiting chains, as long as there is room, and return them: they begin or run."""
-        admitted = []
-        while self._waiting:
+        """Give seats to the first waiting chains, as long as there is room, and return them: they begin or run. Of
+        AT_ONCE chains, further ones may follow."""
+        admitted = list[Chain]()
+        while self._waiting and len(admitted) < AT_ONCE:
             home = self._place_for(chain := self._waiting[0][2])
             if home is None:
-                # a chain that starts may wait for an environment that a held one has
+                # chains that start may wait for environments that held ones have
                 starting = [other for other in self._seated() if other.state is State.STARTING]
-                if chain.state is State.NEW or not starting:
+                if chain.state is State.NEW or not starting or len(starting) < self._seats:
                     break
                 self._rise(max(starting, key=lambda other: other.order))
                 continue
@@ -212,11 +215,14 @@ class Admission:
         if chain.state is State.NEW:
             busy = self.states[State.STARTING] + self.states[State.RUNNING]
             begun = len(self.chains) - self.states[State.NEW]
-            if busy >= self.slots or begun >= self.most or self._seats < begun:
+            if busy >= self.slots or begun >= self.most:
                 return None
             chain.opening, chain.shared = self._groups[chain.group].opening
             chain.tokens = chain.shared or (self._first.value if self._first.count else self.longest)
         free = {home: self._limit(home) - self.used[home] - self._need(chain, home) for home in self.caches}
+        if chain.state is State.NEW:
+            for home in free:
+                free[home] -= self._spared(home)
         shares = {home: free[home] >= 0 and self._sharing[home, chain.opening] > 0 for home in free}
         fits = {home: (free[home] >= 0 and home == chain.last, shares[home], free[home]) for home in free}
         home = max(free, key=lambda home: (*fits[home], -self.used[home]), default=None)
@@ -272,15 +278,22 @@ class Admission:
     def _limit(self, home: Hashable) -> float:
         """Return the blocks that seats may take."""
         cache = self.caches[home]
-        if cache.size < self.longest:
-            return FULL * cache.blocks
-        return cache.blocks - (cache.spare if len(self.chains) > cache.blocks else 0)
+        return cache.blocks if cache.size >= self.longest else FULL * cache.blocks
+
+    def _spared(self, home: Hashable) -> float:
+        """Return the blocks that no new chain takes: spare ones, and those for chains that have lost their seats."""
+        cache = self.caches[home]
+        spare = cache.spare if len(self.chains) > sum(one.blocks for one in self.caches.values()) else 0
+        begun = len(self.chains) - self.states[State.NEW]
+        absent = (c for c in self.chains.values() if c.home is None and c.state is not State.NEW)
+        return spare + (sum(self._need(c, home) for c in absent) if self._seats < begun else 0)
 
     def _need(self, chain: Chain, home: Hashable) -> float:
         """Return the blocks for a context and its next turn, without those that others have already."""
         size = self.caches[home].size
         blocks = -(-min(self.longest, chain.tokens + self._growth.value) // size)
-        return blocks - (self._shared(chain, home) if self._sharing[home, chain.opening] else 0)
+        # an agent's own context may be shorter than its first prompt
+        return max(0, blocks - (self._shared(chain, home) if self._sharing[home, chain.opening] else 0))
 
     def _shared(self, chain: Chain, home: Hashable) -> float:
         size = self.caches[home].size
