@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentfactory.rollout.chains.concurrency import Places
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.admission import FULL, Admission, Cache, State
+from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.routing import PrefixTokens, Replica
 from agentfactory.rollout.inference.server_metrics import Load
 
@@ -166,6 +167,66 @@ def test_a_chain_that_starts_does_not_keep_others_from_ending() -> None:
     assert admission.chains["young"].state is State.RUNNING
     admission.ask("old", 200)
     assert admission.chains["old"].state is State.HELD
+
+
+def test_chains_that_have_lost_their_seats_leave_room_to_others() -> None:
+    admission = Admission({0: Cache(100, 16)}, 1600)
+    for key in "ab":
+        admission.enter(key, key)
+        admission.admit()
+        admission.ask(key, 200, key)
+        admission.answer(key)
+    admission.ask("a", 1500)
+    assert admission.chains["b"].home is None
+    admission.answer("a")
+    admission.leave("a")
+    # while b is in its tool
+    admission.enter("c", "c")
+    assert [chain.key for chain in admission.admit()] == ["c"]
+    # an agent's own context is shorter than its first prompt
+    admission.ask("c", 800, "c")
+    admission.answer("c")
+    admission.ask("c", 100)
+    assert admission.used[0] >= 0
+
+
+async def test_a_server_that_hangs_keeps_no_chain_from_starting() -> None:
+    reads = 0
+
+    async def loads() -> dict[Replica, Load]:
+        nonlocal reads
+        reads += 1
+        if reads > 1:
+            await asyncio.sleep(60)
+        raise InferenceError("no")
+
+    fields = {"rollout": {"max_total_tokens": 64}, "server": {"max_num_seqs": 100}}
+    recipe = RolloutRecipe.model_validate({"model": {"path": "m"}, **fields})
+    places = Places(recipe, cast(Any, SimpleNamespace(loads=loads)))
+
+    async def chain(name: str) -> None:
+        async with places.place(name, name):
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(10):
+        await chain("first")
+        places._due = 0.0
+        late = asyncio.create_task(chain("late"))
+        await asyncio.sleep(0)
+        await asyncio.gather(*(chain(f"{number}") for number in range(50)))
+        late.cancel()
+
+
+async def test_overlapping_turns_of_a_chain_stop_its_clock_together() -> None:
+    fields = {"rollout": {"concurrency": 1, "max_total_tokens": 100}}
+    places = Places(RolloutRecipe.model_validate({"model": {"path": "m"}, **fields}))
+    async with places.place("a", "a") as place, asyncio.timeout(60) as place.timer:
+        with place._held():
+            with place._held():
+                await asyncio.sleep(0)
+                assert place.timer.when() is None
+            assert place.timer.when() is None
+        assert place.timer.when() is not None
 
 
 async def test_a_held_turn_stops_the_clock_and_ends_with_its_client() -> None:
