@@ -4,8 +4,8 @@ tasks, clients or a clock.
 A server that gets more contexts than its cache holds evicts prefixes while their chains are in tools, and computes them
 again at each turn (ThunderAgent, arXiv:2602.13692). So a chain needs a *seat*: blocks in the cache of one replica, from
 its start to its end. Seats go to the oldest groups first, which reach the staleness bound first. If contexts outgrow a
-cache, the youngest chain between two turns loses its seat. Its next turn is held until it has one again, and no other
-chain begins before."""
+cache, the youngest chain between two turns loses its seat. Its next turn is held until it has one again, and chains
+that begin meanwhile leave room for it."""
 
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
