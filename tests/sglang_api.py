@@ -25,7 +25,10 @@ FLAGS = (
 )
 SETTINGS = ("tp_size", "pp_size", "dp_size", "device", "quantization", "disaggregation_mode")
 """Fields of /server_info that the front reads: SGLang's own arguments."""
-METRICS = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:realtime_tokens_total")
+METRICS = (
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_used_tokens", "sglang:token_usage"),
+    "sglang:realtime_tokens_total",
+)
 
 
 def load_table() -> dict[str, Any]:

@@ -313,10 +313,12 @@ class StandIn:
             return web.Response(status=404)
         engine = self.engine
         counts = (engine.computed_tokens, engine.cached_tokens, engine.generation_tokens)
-        gauges = (len(engine.waiting), len(engine.running), engine.cache_usage)
-        queued, running, tokens, usage = API["metrics"]
+        in_use = engine.cache_usage * engine.max_num_seqs * engine.max_model_len
+        gauges = (len(engine.waiting), len(engine.running), in_use, engine.cache_usage)
+        queued, running, used, tokens, usage = API["metrics"]
+        names = (queued, running, used, usage)
         labels = 'engine_type="unified",model_name="policy",tp_rank="0"'
-        lines = [f"{name}{{{labels}}} {value}" for name, value in zip((queued, running, usage), gauges, strict=True)]
+        lines = [f"{name}{{{labels}}} {value}" for name, value in zip(names, gauges, strict=True)]
         for mode, count in zip(API["modes"], counts, strict=True):
             lines += [f'{tokens}{{{labels},mode="{mode}"}} {count}'] if count else []
         return web.Response(text="".join(f"{line}\n" for line in lines))
