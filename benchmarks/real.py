@@ -134,13 +134,13 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
     rates: dict[tuple[str, int], list[float]] = {}
     prefills: list[float] = []
 
-    def generate(prompts: torch.Tensor) -> None:
+    def generate(prompts: torch.Tensor, sampled: int = SAMPLED) -> None:
         arguments = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
         mask = torch.ones_like(prompts)
         out = network.generate(
-            prompts, attention_mask=mask, min_new_tokens=SAMPLED, max_new_tokens=SAMPLED, **arguments
+            prompts, attention_mask=mask, min_new_tokens=sampled, max_new_tokens=sampled, **arguments
         )
-        assert out.shape == (len(prompts), PROMPT + SAMPLED)
+        assert out.shape == (len(prompts), PROMPT + sampled)
 
     async def request(url: str, prompts: torch.Tensor, sampled: int = SAMPLED) -> None:
         params = {"temperature": 1.0, "max_tokens": sampled, "logprobs": 0, "ignore_eos": True}
@@ -168,21 +168,20 @@ async def decode(model: str, rounds: int, vllm: str | None) -> dict[str, float]:
         sides: dict[str, Any] = {"embedded": embedded, "int8": (await start("int8"))[1], "generate": None}
         if vllm:
             sides["vllm"] = (await start("vllm", vllm))[1]
-        for url in filter(None, sides.values()):  # warms up
-            await request(url, torch.randint(0, vocabulary, (CHAINS[-1], PROMPT)), 8)
-        for (name, url), chains in rounds * [*itertools.product(sides.items(), CHAINS)]:
+
+        async def run(url: str | None, chains: int, sampled: int = SAMPLED) -> float:
             prompts = torch.randint(0, vocabulary, (chains, PROMPT))
             started = time.perf_counter()
-            if url is None:
-                await asyncio.to_thread(generate, prompts)
-            else:
-                await request(url, prompts)
-            rates.setdefault((name, chains), []).append(chains * SAMPLED / (time.perf_counter() - started))
+            await (asyncio.to_thread(generate, prompts, sampled) if url is None else request(url, prompts, sampled))
+            return time.perf_counter() - started
+
+        for url in sides.values():
+            await run(url, CHAINS[-1], 8)  # warms up
+        for (name, url), chains in rounds * [*itertools.product(sides.items(), CHAINS)]:
+            rates.setdefault((name, chains), []).append(chains * SAMPLED / await run(url, chains))
             print(f"  {name:8} {chains:2} chains {rates[name, chains][-1]:6.1f} tokens/s", flush=True)
         for _ in range(rounds):
-            started = time.perf_counter()
-            await request(embedded, torch.randint(0, vocabulary, (CHAINS[-1], PROMPT)), 1)
-            prefills.append(time.perf_counter() - started)
+            prefills.append(await run(embedded, CHAINS[-1], 1))
             print(f"  prefill  {CHAINS[-1] * PROMPT / prefills[-1]:6.1f} tokens/s", flush=True)
         top = peak.stop()
     text = network.config.get_text_config()

@@ -159,7 +159,7 @@ def test_a_folder_can_be_read_at_a_glance() -> None:
 
 
 LINES = {"core": 57_470, "all": 78_300, "files": 515, "tests": 62_000}
-"""Bounds that only go down: a capability deletes as much as it adds. Admission by contexts has not yet."""
+"""Bounds that only go down: a capability deletes as much as it adds. Admission by contexts raised them once."""
 
 
 @pytest.mark.processes

@@ -203,8 +203,7 @@ def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
 
     if not runs_chains(recipe, "train"):
         return None
-    limit, train = recipe.rollout.concurrency, recipe.train
-    most = recipe.server.max_num_seqs if limit == "auto" else limit
+    train, most = recipe.train, recipe.most_chains()
     return Schedule(train.batch_size * recipe.largest_group, train.steps, min(running, most), most)
 
 

@@ -317,11 +317,13 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
 
 
 def test_the_load_is_read_from_sglangs_metrics() -> None:
-    queued, running, tokens, usage = API["metrics"]
-    lines = [f"# HELP {running} x", f'{running}{{a="b"}} 3.0', f'{queued}{{a="b"}} 2.0', f'{usage}{{a="b"}} 0.5']
+    queued, running, used, tokens, usage = API["metrics"]
+    gauges = {running: 3.0, queued: 2.0, used: 300.0, usage: 0.5}
+    lines = [f"# HELP {running} x", *(f'{name}{{a="b"}} {value}' for name, value in gauges.items())]
     lines += [f'{tokens}{{a="b",mode="{mode}"}} {count}' for mode, count in zip(API["modes"], (10, 4, 7), strict=True)]
     load = read_load("\n".join(lines))
     assert (load.running, load.waiting, load.cache) == (3, 2, 0.5)
+    assert (load.blocks, load.block_size) == (600, 1)
     assert (load.prompt_tokens, load.cached_tokens, load.generation_tokens) == (14, 4, 7)
 
 

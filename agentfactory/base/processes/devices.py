@@ -174,12 +174,18 @@ def measure() -> Speed:
         for place, rows in REPETITIONS * [*enumerate(ROWS)]:
             for dtype in rates:
                 x = torch.ones(rows, width).to(dtype)
-                seconds = _seconds(lambda: [layer(x) for layer in layers[dtype, rows]], torch.get_num_threads())  # noqa: B023
+                call = partial(_compute, layers[dtype, rows], x)
+                seconds = _seconds(call, torch.get_num_threads())
                 rates[dtype][place] = min(rates[dtype][place], seconds / COPIES[place] / (4 * width**2))
         found[str(width)] = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
     small = torch.ones(8, 8)
     operation = min(_seconds(lambda: [small.add(1.0) for _ in range(1000)]) / 1000 for _ in range(REPETITIONS))
     return Speed(found, operation, gpu)
+
+
+def _compute(layers: "list[Callable[[Tensor], Tensor]]", x: "Tensor") -> None:
+    for layer in layers:
+        layer(x)
 
 
 def _layer(weight: "Tensor", rows: int) -> "Callable[[Tensor], Tensor]":

@@ -124,9 +124,10 @@ class Places:
         self.settle()
         while place.seat.state in (State.NEW, State.HELD):
             place.admitted.clear()
-            with suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(place.admitted.wait(), None if self._client is None else READ_SECONDS)
-            await self._read_caches()
+            except TimeoutError:
+                await self._read_caches()
 
     def settle(self) -> None:
         """Let all go on that may; their turns are requested where they have seats."""
@@ -151,7 +152,7 @@ class Places:
         if before is None:
             return {}
         prompt, cached, sent, once, moved = (now - then for now, then in zip(self._computed, before, strict=True))
-        if min(prompt, sent, once) <= 0:  # also for a server that began anew
+        if min(prompt, sent, once) <= 0:  # the counters of a restarted server begin at 0
             return {}
         # other workers and evaluations share the servers, so shares are compared
         again = (prompt - cached) / prompt * sent / once - 1
@@ -183,7 +184,12 @@ class Places:
         finally:
             self._due = time.monotonic() + pause
             self._read.set()
-        caches = {replica: self._part(load) if load.blocks else self._unknown for replica, load in loads.items()}
+        # SGLang reports no size while it is idle
+        known = self.admission.caches
+        caches = {
+            replica: self._part(load) if load.blocks else known.get(replica, self._unknown)
+            for replica, load in loads.items()
+        }
         if caches and caches != self.admission.caches:
             self.admission.slots = self._most_requests * len(caches)
             self.admission.resize(caches)

@@ -151,6 +151,8 @@ class Admission:
             self._once += tokens if opening != self._groups[chain.group].opening[0] else 0.0
             chain.opening, chain.shared = self._groups[chain.group].opening = opening, tokens
         else:
+            if tokens < chain.shared:  # another context of its agent
+                chain.opening, chain.shared = None, 0
             self._growth.add(grown := max(0.0, tokens - chain.tokens))
             self._once += grown
             if self._once > REMEMBERED * sum(cache.blocks * cache.size for cache in self.caches.values()):
@@ -241,16 +243,22 @@ class Admission:
     def _keeps_seat(self, chain: Chain) -> bool:
         """Make room for the context of a chain that has a seat, and return whether it still has it: chains that start
         lose theirs first, then younger ones, and the oldest one keeps its own even if the cache is too small."""
-        while (home := chain.home) is not None and self.used[home] > self._limit(home):
-            others = [other for other in self._seated() if other.home == home and other is not chain]
-            younger = [o for o in others if o.state is State.IDLE and o.order > chain.order]
-            younger = [o for o in others if o.state is State.STARTING] or younger
-            if not younger and all(other.order > chain.order for other in others):
-                break
-            victim = max(younger, key=lambda other: other.order, default=chain)
-            self._again += victim.tokens
-            self._rise(victim)
+        home = chain.home
+        if home is None or self.used[home] <= self._limit(home):
+            return home is not None
+        others = [other for other in self._seated() if other.home == home and other is not chain]
+        last = [other for other in others if other.state is State.STARTING]
+        younger = [other for other in others if other.state is State.IDLE and other.order > chain.order]
+        victims = [*sorted(younger, key=lambda other: other.order), *sorted(last, key=lambda other: other.order)]
+        while victims and self.used[home] > self._limit(home):
+            self._lose(victims.pop())
+        if self.used[home] > self._limit(home) and any(o.home == home and o.order < chain.order for o in others):
+            self._lose(chain)
         return chain.home is not None
+
+    def _lose(self, chain: Chain) -> None:
+        self._again += chain.tokens
+        self._rise(chain)
 
     def _seated(self) -> Iterator[Chain]:
         return (chain for chain in self.chains.values() if chain.home is not None)
@@ -292,8 +300,7 @@ class Admission:
         """Return the blocks for a context and its next turn, without those that others have already."""
         size = self.caches[home].size
         blocks = -(-min(self.longest, chain.tokens + self._growth.value) // size)
-        # an agent's own context may be shorter than its first prompt
-        return max(0, blocks - (self._shared(chain, home) if self._sharing[home, chain.opening] else 0))
+        return blocks - (self._shared(chain, home) if self._sharing[home, chain.opening] else 0)
 
     def _shared(self, chain: Chain, home: Hashable) -> float:
         size = self.caches[home].size

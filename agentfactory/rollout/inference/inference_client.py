@@ -141,7 +141,8 @@ class InferenceClient:
                 try:
                     await self.recovery.count_replicas(url)
                 except ValueError as error:
-                    text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
+                    unknown = "stalls cannot be detected, nor the number of replicas and the size of their caches"
+                    text = f"server {url} does not report its load ({error}): {unknown}"
                     notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
             except LostError as error:
                 own = "set server.url=null to start one here" if self._is_own else "correct teacher.url"
@@ -251,16 +252,22 @@ class InferenceClient:
         return self._sent.setdefault((url, rank), SentImages())
 
     async def loads(self) -> dict[Replica, Load]:
-        """Return the load of each replica of the serving servers. Raises InferenceError if one does not report it."""
-        found: dict[Replica, Load] = {}
-        for url in [url for url, state in self._router.states.items() if state is ServerState.SERVING]:
+        """Return the load of each replica of the serving servers. Raises InferenceError if one does not report it, or
+        none is serving."""
+
+        async def loads_of(url: str) -> dict[Replica, Load]:
             try:
                 loads = await self.connection.loads(url, LOAD_SECONDS)
             except (LostError, ValueError) as error:
                 raise InferenceError(f"cannot read the load of {url}: {error}") from error
             self._router.has_replicas(url, len(loads))
-            found |= zip(self._router.replicas(url), loads, strict=True)
-        return found
+            return dict(zip(self._router.replicas(url), loads, strict=True))
+
+        serving = [url for url, state in self._router.states.items() if state is ServerState.SERVING]
+        if not serving:
+            raise InferenceError("no server is serving")
+        found = await asyncio.gather(*map(loads_of, serving))
+        return {replica: load for loads in found for replica, load in loads.items()}
 
     @property
     def moved(self) -> int:

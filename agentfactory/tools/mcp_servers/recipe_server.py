@@ -31,7 +31,7 @@ _GAUGE_SECONDS = 2.0
 
 
 def _state_of(file: Path) -> list[int]:
-    """Return the sizes of a file and of a database's log beside it, and the file's last change; empty if it is gone."""
+    """Return the sizes of a file and of its write-ahead log, and the file's modification time; [] without the file."""
     found = [path.stat() for path in (file, Path(f"{file}-wal")) if os.path.isfile(path)]
     return [each.st_size for each in found] + [each.st_mtime_ns for each in found[:1]]
 
