@@ -136,8 +136,7 @@ class Credit:
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Add advantages and weights (by `train.loss.normaliser`) to `rows`: the property's, with the streams of
         `needed_scores`. Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's
-        quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is
-        still to be subtracted."""
+        quantile (`train.loss.top_entropy`). The bounds become streams, `least` and `most`, for a sampled teacher."""
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:

@@ -1,6 +1,5 @@
 """The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
-needs torch. A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
-weight_sync.py."""
+needs torch. A backend is a class of this folder, or the user's own `FILE.py:NAME`; see WeightSync."""
 
 import pkgutil
 import secrets
