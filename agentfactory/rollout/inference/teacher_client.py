@@ -1,6 +1,5 @@
 """The client of a teacher behind a server: its log-probabilities, at temperature 1, of the tokens that the policy
-sampled. The server computes them as `prompt_logprobs` of a whole row, in one forward pass that does not read its prefix
-cache."""
+sampled. The server computes them as `prompt_logprobs` of a whole row, in one forward pass without its prefix cache."""
 
 import asyncio
 import os
@@ -249,8 +248,7 @@ class TeacherClient:
 
 
 def canary_file(server: TeacherServer, source: str) -> str:
-    """Return the name of the file, in a folder of trajectories, with a server's fixed contexts and their
-    log-probabilities. `source` has the server."""
+    """Return the name of the file with the fixed contexts of the server of `source`, and their log-probabilities."""
     return "teacher.json" if server.field == TeacherServer.field else f"teacher-{source}.json"
 
 
