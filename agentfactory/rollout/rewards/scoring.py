@@ -45,8 +45,7 @@ def prediction_of(trajectory: Trajectory) -> str:
 class Rewards(AbstractAsyncContextManager["Rewards"]):
     """The weighted sum of several rewards; without any, the environment's own reward. As an async context manager, it
     closes the rewards' resources on exit. If there are several, the unweighted value of each is a metric of the chain:
-    `reward/<name>`. Two rewards must not produce metrics of the same name, but a reward may replace a metric of the
-    environment."""
+    `reward/<name>`. Two rewards must not have metrics of one name, but may replace the environment's."""
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
         """Create from Python callables, each with weight 1, and from recipe entries: prebuilt names, and `FILE.py:NAME`
