@@ -46,6 +46,4 @@ class Context:
 
 def is_long(length: int, config: RolloutConfig) -> bool:
     """Return whether `rollout.context` must shorten a row of `length` tokens."""
-    if config.context.policy == "keep":
-        return False
-    return length >= config.max_total_tokens * 3 // 4
+    return config.context.policy != "keep" and length >= config.max_total_tokens * 3 // 4

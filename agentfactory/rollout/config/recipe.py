@@ -346,8 +346,7 @@ def _with_agent(rollout: RolloutConfig, data: DataConfig | None) -> RolloutConfi
     if source is None or source.agent is None or (rollout.agent is not None and rollout.agent.name == name):
         return rollout
     if rollout.agent is not None:
-        problem = f"is set, but data.{name} brings its own agent"
-        raise SettingError("rollout.agent", problem, "set it to null")
+        raise SettingError("rollout.agent", f"is set, but data.{name} brings its own agent", "set it to null")
     return rollout.model_copy(update={"agent": AgentConfig(name=name)})
 
 

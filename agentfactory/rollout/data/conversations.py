@@ -314,8 +314,7 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     elif arguments is None or arguments == "":
         # a column has null for an object without fields, and some servers write a call without arguments as empty text
         arguments = {}
-    is_object = isinstance(arguments, dict)
-    _require(is_object, f"{place}.function.arguments", arguments, "not an object of named arguments")
+    _require(isinstance(arguments, dict), f"{place}.function.arguments", arguments, "not an object of named arguments")
     try:
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:

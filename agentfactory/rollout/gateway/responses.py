@@ -215,8 +215,7 @@ def _items(turn: Reply, status: str) -> list[dict[str, Any]]:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]
         items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": content, "status": status})
     if turn.text or not turn.calls:
-        logprobs = token_logprobs(turn)
-        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": logprobs}
+        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": token_logprobs(turn)}
         frame = {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "status": status}
         items.append({**frame, "content": [part]})
     items += [

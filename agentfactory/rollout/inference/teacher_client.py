@@ -205,8 +205,7 @@ class TeacherClient:
             if found := sorted(self._missing.keys() & set(ids)):
                 named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
                 problem = f"its model has no token {named}, which the policy's chains contain"
-                fix = "name a teacher with it, or set model.chat_template to one without it"
-                raise self._fault(problem, fix)
+                raise self._fault(problem, "name a teacher with it, or set model.chat_template to one without it")
             grades = await self._ask(ids, graded, chain.id)
             if grades.top is None:
                 row.teacher_logprobs, row.teacher_tokens = grades.own, None

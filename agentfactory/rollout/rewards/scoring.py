@@ -31,7 +31,6 @@ MOST_NAMES = 1000
 """Maximum number of distinct metric names over all chains; each is a column of metrics.jsonl for the whole run."""
 OWN_CHECK_SECONDS = 5.0
 """Total time for the rewards' own checks of the rows."""
-MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
@@ -151,7 +150,7 @@ class Rewards(AbstractAsyncContextManager["Rewards"]):
         faults = []
         opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
         row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
-        messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]
+        messages = [*opening, {"role": "assistant", "content": "This is a made answer."}]
         made = Trajectory("made", messages, [row], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)
         given: dict[str, Any] = {"environment": environment, "seen_images": [], "workspace": workspace}
         given["model_view"] = ModelView()

@@ -106,8 +106,7 @@ class Credit:
             counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
             left = {place: only_targets(row, may[place][row.targets]) for place, row in made.items()}
             made = {place: row for place, row in left.items() if row}
-        advantage = recipe.train.advantage
-        malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+        malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "blamed" else []
         anchors = observations(trajectory) if observed else trajectory.anchors
         ends: list[int] = []
         if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:

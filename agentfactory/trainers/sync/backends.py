@@ -99,8 +99,7 @@ def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path,
     )
     if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
         problem = f"{recipe.sync.backend} lacks {', '.join(lacks)}"
-        fix = "define push(version, policy, state), restore(url) and close()"
-        raise SettingError("sync.backend", problem, fix)
+        raise SettingError("sync.backend", problem, "define push(version, policy, state), restore(url) and close()")
     return made
 
 

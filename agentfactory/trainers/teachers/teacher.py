@@ -97,8 +97,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
     if has_adapter(policy.model):
         continued = REFERENCE_ADAPTER in policy.model.peft_config
         return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)
-    network = load_network(recipe, accelerator.device, policy.dtype)
-    return freeze(network, recipe, policy, accelerator)
+    return freeze(load_network(recipe, accelerator.device, policy.dtype), recipe, policy, accelerator)
 
 
 def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:

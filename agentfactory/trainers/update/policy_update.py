@@ -95,8 +95,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         return Terms(loss=(streams["weight"] * terms).sum(), sums=sums)
 
     terms = None if critic_only else loss, critic_loss if learner.has_critic else None
-    updates = [learner.update(batch, *terms) for _ in range(train.updates_per_batch)]
-    return PolicyUpdate(updates, before)
+    return PolicyUpdate([learner.update(batch, *terms) for _ in range(train.updates_per_batch)], before)
 
 
 def total(values: Targets, chosen: losses.Flags) -> Float[Tensor, ""]:
