@@ -23,7 +23,6 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _BUSY = (408, 429, 500, 502, 503, 504)
 """Statuses after which the hub's client repeats a request."""
 _NOT_FOUND, _TOO_MANY = 404, 429
-_PUBLIC = "https://huggingface.co"
 
 Kind = Literal["model", "dataset"]
 
@@ -203,7 +202,7 @@ def _refusal_by(ask: Callable[[], None]) -> _Refusal | None:
         fix = "name the certificates of your network in SSL_CERT_FILE"
     elif proxy is not None:
         fix = f"correct {proxy.variable}"
-    elif constants.ENDPOINT != _PUBLIC:
+    elif constants.ENDPOINT != "https://huggingface.co":
         fix = "correct HF_ENDPOINT"
     else:
         fix = "connect this machine, set HF_ENDPOINT to a mirror"

@@ -9,7 +9,7 @@ import pytest
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
 from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
@@ -121,12 +121,15 @@ def test_a_prefix_is_a_part_of_the_turn() -> None:
     renderer = renderer_of("hermes", "qwen3")
     assert decode(renderer, renderer.encode("<think>\nLet me")) == "<think>\nLet me"
     call = '<tool_call>{"name": "search"}</tool_call>'
-    parsed = renderer.parse(encode(renderer, f" see.\n</think>\n\n{call}"), prefix="<think>\nLet me", specs=SPECS)
+
+    def parse(prefix: str, rest: str) -> Parsed:
+        return renderer.parse([*renderer.encode(prefix), *encode(renderer, rest)], specs=SPECS)
+
+    parsed = parse("<think>\nLet me", f" see.\n</think>\n\n{call}")
     assert parsed.message["reasoning_content"] == "Let me see."
     assert [c.name for c in parsed.calls] == ["search"]
-    parsed = renderer.parse(encode(renderer, ' "search"}</tool_call>'), prefix='<tool_call>{"name":', specs=SPECS)
-    assert [c.name for c in parsed.calls] == ["search"]
-    assert renderer.parse(encode(renderer, "rain."), prefix="It will ").message["content"] == "It will rain."
+    assert [c.name for c in parse('<tool_call>{"name":', ' "search"}</tool_call>').calls] == ["search"]
+    assert parse("It will ", "rain.").message["content"] == "It will rain."
 
 
 # --- supervised rows -------------------------------------------------------------------------------------------------

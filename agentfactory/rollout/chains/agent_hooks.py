@@ -133,22 +133,15 @@ class AgentHooks:
         return turn.parse(completion)
 
 
-_OWN_LOOPS = {
-    "function": "agentfactory.rollout.gateway.client_agents:FunctionAgent",
-    "outside": "agentfactory.rollout.gateway.outside_agent:OutsideAgent",
-    "program": "agentfactory.rollout.gateway.program_agent:ProgramAgent",
-}
-
-
 def load_agent(config: AgentConfig | None, base: Path) -> Any:
     """Load the agent of `rollout.agent`: AgentHooks, by default plain ones, or a ClientAgent: an async function with
     its own loop, a program, or external programs. Raise SettingError if it cannot be used."""
     if config is None:
         return AgentHooks()
     if config.outside is not None:
-        return load_named(_OWN_LOOPS["outside"])(config.outside)
+        return load_named("agentfactory.rollout.gateway.outside_agent:OutsideAgent")(config.outside)
     if (reference := config.name) is None:
-        return load_named(_OWN_LOOPS["program"])(config, base)
+        return load_named("agentfactory.rollout.gateway.program_agent:ProgramAgent")(config, base)
     if config.reports:
         source = source_of(reference)
         if source is None or source.agent is None:
@@ -162,7 +155,7 @@ def load_agent(config: AgentConfig | None, base: Path) -> Any:
         if not inspect.iscoroutinefunction(found):
             problem = f"{reference} is not an async function"
             raise SettingError("rollout.agent", problem, f"write `async def {_name(found)}(client, task):`")
-        return load_named(_OWN_LOOPS["function"])(reference, found)
+        return load_named("agentfactory.rollout.gateway.client_agents:FunctionAgent")(reference, found)
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
         problem, fix = f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`"
         if not isinstance(found, type):

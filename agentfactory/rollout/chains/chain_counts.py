@@ -63,9 +63,8 @@ def describe_progress(counts: Callable[[], ChainCounts], rollout: RolloutConfig)
         tokens = max(own, served)
         if not asked:
             return f"waiting for the first chain, {seconds:.0f} s so far"
-        told = (
-            f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {tokens / max(seconds, 0.1):,.1f} tokens/s"
-        )
+        rate = tokens / max(seconds, 0.1)
+        told = f"{begun} of {asked} chains begun, {ended} ended, {turns} turns, {rate:,.1f} tokens/s"
         done = max(ended, tokens / longest) / asked
         if (0 if ended else _ENOUGH) < done < 1:
             # before the first chain has ended, all could become as long as they may

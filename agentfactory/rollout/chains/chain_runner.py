@@ -114,18 +114,14 @@ class ChainWatch:
 
     def __init__(self, config: RolloutConfig, tasks: int, source: str = "") -> None:
         self._outcomes = ChainOutcomes(config, source)
-        self._verdicts = FirstVerdicts(config.group_size, tasks, source=source)
+        self.verdicts = FirstVerdicts(config.group_size, tasks, source=source)
         fix = "correct the agent (rollout.agent); its own output is in the log"
         self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)
 
     def note(self, chain: Trajectory, task: Task) -> None:
         self._outcomes.note(chain)
-        self._verdicts.note(chain, task)
+        self.verdicts.note(chain, task)
         self._agents.note(chain, task)
-
-    def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
-        for chain in judged:
-            self._verdicts.note(chain, task, by_group=True)
 
 
 Grade = Callable[[Trajectory], Awaitable[int]]
@@ -257,7 +253,8 @@ class Runner(ABC):
         judged = [chain for chain in chains if chain.reward is not None]
         await self.rewards.score_group(chains, task)
         if self._watch is not None and self.rewards.has_group_rewards:
-            self._watch.note_group(judged, task)
+            for chain in judged:
+                self._watch.verdicts.note(chain, task, by_group=True)
 
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS

@@ -31,11 +31,6 @@ class Context:
     def hear(self, answers: Sequence[Message]) -> None:
         self.turns[-1] += answers
 
-    def last_turns(self, count: int, summary: str | None = None) -> "Context":
-        """Return the conversation with only its last `count` turns, and `summary` in place of its summary."""
-        kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
-        return Context(self.opening, kept, summary)
-
     def with_images(self, most: int | None) -> "Context":
         """Return the conversation without its oldest turns, so that at most `most` images are left if possible."""
         if most is None:
@@ -51,6 +46,4 @@ class Context:
 
 def is_long(length: int, config: RolloutConfig) -> bool:
     """Return whether `rollout.context` must shorten a row of `length` tokens."""
-    if config.context.policy == "keep":
-        return False
-    return length >= config.max_total_tokens * 3 // 4
+    return config.context.policy != "keep" and length >= config.max_total_tokens * 3 // 4

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
+from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -14,7 +14,6 @@ RECENT = 128
 """Number of most recently ended chains over which shares are computed."""
 SHARE, LEAST = 0.05, 4
 """Share of the chains from which on there is a finding about their outcome, and their minimum number."""
-_LOST = (OutcomePolicy.DROP, OutcomePolicy.RETRY)
 FIXES = {
     Outcome.MAX_TOKENS: "raise rollout.max_tokens, or ask for short answers",
     Outcome.CONTEXT_OVERFLOW: "raise rollout.max_total_tokens and server.max_model_len, or set rollout.context",
@@ -47,7 +46,7 @@ class ChainOutcomes:
         outcome = chain.outcome
         self._ended += 1
         self._recent.append(outcome)
-        lost = outcome.failed or self.config.outcome_policy(outcome) in _LOST
+        lost = outcome.failed or not self.config.outcome_policy(outcome).scored
         if not lost and outcome is not Outcome.CONTEXT_OVERFLOW:
             return
         self._counts[outcome] += 1

@@ -138,7 +138,7 @@ class PolicyTurns:
             if self.episode.max_turns - self.episode.trajectory.turns < 2:
                 return False  # the summary would be the chain's last turn
             summary = await self._summarize(answers)
-        shorter = self.context.last_turns(keep, summary)
+        shorter = Context(self.context.opening, self.context.turns[len(self.context.turns) - keep :], summary)
         piece = self._rows.open(shorter.messages, self._specs)
         if policy == "truncate" and len(piece.ids) >= length:
             return False

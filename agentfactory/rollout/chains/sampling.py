@@ -63,12 +63,6 @@ class Sampler:
         self._bias = {str(token): BANNED_BIAS for token in self._banned}
         self._vocabulary = vocabulary_of(recipe.model.path)
 
-    def _priority(self, sampling: Sampling) -> int:
-        # a vLLM that was started elsewhere refuses priorities, unless its scheduling policy is priority
-        server = self.recipe.server
-        takes = server.engine == "embedded" or (server.engine == "vllm" and server.url is None)
-        return sampling.priority if takes else 0
-
     async def sample(
         self,
         ids: Sequence[int],
@@ -89,8 +83,11 @@ class Sampler:
         }
         if stops:
             parameters["stop"] = list(stops)
+        server = self.recipe.server
+        # a vLLM that was started elsewhere refuses priorities, unless its scheduling policy is priority
+        orders = server.engine == "embedded" or (server.engine == "vllm" and server.url is None)
         # vLLM's CPU engine crashes with per-request seeds, so only our own engine gets them
-        if self.recipe.server.engine == "embedded":
+        if server.engine == "embedded":
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
         model = sampling.model if isinstance(sampling.model, str) else sampling.model()
         shown = None
@@ -98,8 +95,9 @@ class Sampler:
             parameters["logit_bias"] = self._bias
             if images:
                 shown = RequestImages(ids, images, self.images)
+        priority = sampling.priority if orders else 0
         completion = await self.client.generate(
-            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded, self._priority(sampling)
+            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded, priority
         )
         if (count := len(completion.token_ids)) > max_tokens:
             raise InferenceError(f"the server sampled {count} tokens, and max_tokens was {max_tokens}")

@@ -81,11 +81,6 @@ class DataConfig(Section):
         return None if self.registered is None else self.registered[1].world
 
     @property
-    def source_agent(self) -> str | None:
-        """The name of the source whose agent plays the tasks; None if the recipe's agent does."""
-        return None if self.registered is None or self.registered[1].agent is None else self.registered[0]
-
-    @property
     def origins(self) -> dict[str, Any]:
         """The fields that say where the rows come from; a valid section has one."""
         given = {name: value for name in ("path", "source") if (value := getattr(self, name)) is not None}

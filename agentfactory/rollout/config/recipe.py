@@ -19,7 +19,6 @@ from agentfactory.rollout.config.sources import OF_RECIPE, SourceConfig, TasksCo
 from agentfactory.rollout.trajectory import Outcome
 
 _VARIABLE = re.compile(r"\$\{?(\w+)")
-_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class OutcomePolicy(StrEnum):
@@ -190,10 +189,7 @@ class Part(Generic[RecipeT]):
 
     def acts_like(self, other: "Part[Any]") -> bool:
         """Return whether chains of both have the same settings, and can share their tools."""
-        mine, others = self.recipe, other.recipe
-        return mine.rollout == others.rollout and all(
-            getattr(mine, name) == getattr(others, name) for name in OF_RECIPE
-        )
+        return all(getattr(self.recipe, name) == getattr(other.recipe, name) for name in ("rollout", *OF_RECIPE))
 
 
 class RolloutRecipe(ToolsRecipe):
@@ -268,7 +264,8 @@ class RolloutRecipe(ToolsRecipe):
 
         collect(self.model_dump(mode="json", include=set(RolloutRecipe.model_fields)))
         paths = [self.model.path, *(part.recipe.data.path for part in self.parts() if part.recipe.data is not None)]
-        return found | {*(_HUB_TOKENS if any(path and not os.path.isabs(path) for path in paths) else ())}
+        uses_hub = any(path and not os.path.isabs(path) for path in paths)
+        return found | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} if uses_hub else found
 
     def parts(self) -> "list[Part[Self]]":
         """Return the part of each source of tasks; without sources, the only one."""
@@ -288,7 +285,8 @@ class RolloutRecipe(ToolsRecipe):
         recipe = self.model_copy(update={"data": data, "eval": held_out})
         part = Part(section, recipe, data if isinstance(data, SourceConfig) else None)
         if isinstance(data, SourceConfig):
-            recipe.data = TasksConfig.model_validate(data.rows_alone)
+            rows = {name: getattr(data, name) for name in DataConfig.model_fields if name in data.model_fields_set}
+            recipe.data = TasksConfig.model_validate(rows | (data.model_extra or {}))
             for source in filter(None, (below, data)):
                 own = {name: getattr(source, name) for name in source.own}
                 rollout = {name: own.pop(name) for name in [*own] if name not in OF_RECIPE}
@@ -344,12 +342,11 @@ def _with_world(tools: list[str], servers: dict[str, McpServerConfig], data: Dat
 
 def _with_agent(rollout: RolloutConfig, data: DataConfig | None) -> RolloutConfig:
     """Return `rollout` with the agent of the source of `data`, if it has one."""
-    name = None if data is None else data.source_agent
-    if name is None or (rollout.agent is not None and rollout.agent.name == name):
+    name, source = (data and data.registered) or ("", None)
+    if source is None or source.agent is None or (rollout.agent is not None and rollout.agent.name == name):
         return rollout
     if rollout.agent is not None:
-        problem = f"is set, but data.{name} brings its own agent"
-        raise SettingError("rollout.agent", problem, "set it to null")
+        raise SettingError("rollout.agent", f"is set, but data.{name} brings its own agent", "set it to null")
     return rollout.model_copy(update={"agent": AgentConfig(name=name)})
 
 

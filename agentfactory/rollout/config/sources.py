@@ -59,12 +59,6 @@ class SourceConfig(DataConfig, ChainConfig):
         return {"name": given.pop("name"), **given}
 
     @property
-    def rows_alone(self) -> dict[str, Any]:
-        """The fields of a section `data` with only these rows, without settings of chains."""
-        said = {name: getattr(self, name) for name in DataConfig.model_fields if name in self.model_fields_set}
-        return said | (self.model_extra or {})
-
-    @property
     def own(self) -> set[str]:
         """The names of the settings that the source has."""
         return self.model_fields_set & SETTINGS

@@ -24,7 +24,6 @@ ROLE_FIXES = {
     **dict.fromkeys(("tool_call", "tool_response"), _SWIFT),
     "function_call": f"the role is LLaMA-Factory's: set data.source to {_PAGE}, from_sharegpt",
 }
-_PROMPTS = ("prompt", "query", "problem", "instruction", "input")
 _TURNS_OF_MODELS = ("completion", "response", "output")
 _ANSWERS = (*_TURNS_OF_MODELS, "answer", "solution")
 _PREFERENCES = ("chosen", "rejected", "rejected_response")
@@ -52,7 +51,8 @@ def fix_for_task(row: dict[str, Any]) -> str:
         return f"{_TURNS} (for reinforcement learning: data.columns.messages={lists[0]})"
     if lists:
         return f"rename it with data.columns.messages={lists[0]}"
-    texts = [name for name in _PROMPTS if isinstance(row.get(name), str)]
+    prompts = ("prompt", "query", "problem", "instruction", "input")
+    texts = [name for name in prompts if isinstance(row.get(name), str)]
     if texts:
         rename = f"rename it with data.columns.question={texts[0]}"
         return f"{rename}; for sft: {_TURNS}" if any(name in row for name in _TURNS_OF_MODELS) else rename
@@ -78,7 +78,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "info"}
 _TOOL_KEYS = {"type", "function", "name", "description", "parameters"}
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
-_REASONING = ("reasoning", "thinking")
 _OF_THE_LOSS = ("loss", "loss_mask", "loss_weight", "mask", "train", "trainable", "training")
 _REFUSED = {
     "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",
@@ -233,7 +232,7 @@ def _message(message: Any, place: str, tools: Tools, findings: Findings) -> Mess
     for name, fix in _REFUSED.items():
         if name in message:
             raise ValueError(f"{place}.{name}: got {short(message[name])}, which is not read; {fix}")
-    for name in _REASONING:
+    for name in ("reasoning", "thinking"):
         if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
             message["reasoning_content"] = message.pop(name)
     reasoning, weight = message.get("reasoning_content", ""), message.get("weight", 1)
@@ -315,8 +314,7 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     elif arguments is None or arguments == "":
         # a column has null for an object without fields, and some servers write a call without arguments as empty text
         arguments = {}
-    is_object = isinstance(arguments, dict)
-    _require(is_object, f"{place}.function.arguments", arguments, "not an object of named arguments")
+    _require(isinstance(arguments, dict), f"{place}.function.arguments", arguments, "not an object of named arguments")
     try:
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:

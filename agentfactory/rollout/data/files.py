@@ -19,7 +19,6 @@ _MOST_BYTES = 1 << 26
 """Maximum bytes of a file that is read before the start, in about a second in every trainer process."""
 _EXPANSION = 8
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_LONGEST_CELL = 1 << 30
 _SEVERAL = "join the files, or read them with data.source"
 _BY_DATASETS = "convert it: python -c 'import datasets; datasets.{read}.to_json(\"rows.jsonl\")'"
 _BY_PANDAS = 'convert it: python -c \'import pandas; pandas.{read}.to_json("rows.jsonl", "records", lines=True)\''
@@ -148,7 +147,7 @@ def _json(file: RowFile) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: RowFile) -> Iterator[tuple[str, Any]]:
     path = file.path
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(1 << 30)
     rows = csv.DictReader((_text(line, path, number) for number, line in file.lines()), strict=True)
     try:
         header = list(rows.fieldnames or [])

@@ -46,9 +46,8 @@ def missing_calls(look: Look) -> Iterator[Finding]:
         text = ""
     whys, fix = [], ""
     if look.called == 0 and look.read:
-        whys.append(
-            f"{look.offer.format} reads a call in {look.read} of {look.first_turns} first turns, but none was made"
-        )
+        reads = f"{look.offer.format} reads a call in {look.read} of {look.first_turns} first turns"
+        whys.append(f"{reads}, but none was made")
         fix = "offer the recipe's tools in each request of rollout.agent, and make the calls that come back"
     if (other := look.other_format) is not None and other[1] > look.read:
         name, count = other
@@ -119,11 +118,9 @@ def slow_starts(look: Look) -> Iterator[Finding]:
 def held_turns(look: Look) -> Iterator[Finding]:
     """Advise if chains that have begun mostly wait for room in the servers' caches."""
     if look.chains >= ENOUGH_CHAINS and look.held > max(WAITS * look.seconds, SHORT_WAIT):
-        text = (
-            f"turns are held for {look.held / look.seconds:.0%} of the chains' time ({look.held:.1f} s each), because"
-        )
+        share = f"{look.held / look.seconds:.0%} of the chains' time ({look.held:.1f} s each)"
+        text = f"turns are held for {share}, because their contexts outgrow the servers' caches"
         fix = "raise server.max_num_seqs (embedded) or server.options.gpu_memory_utilization (vllm), add a server, or "
-        text += " their contexts outgrow the servers' caches"
         yield warning("held turns", text, f"{fix}lower rollout.max_total_tokens")
 
 

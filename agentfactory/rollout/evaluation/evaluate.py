@@ -34,8 +34,6 @@ from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
 
-_GATEWAY_RUNNER = "agentfactory.rollout.gateway.gateway_runner:GatewayRunner"
-
 
 @asynccontextmanager
 async def open_runner(
@@ -128,8 +126,9 @@ async def _open_chains(
             images=images,
         )
         if has_own_loop(acting):
+            kind = load_named("agentfactory.rollout.gateway.gateway_runner:GatewayRunner")
             async with acting, acting.gateway() as gateway:
-                yield load_named(_GATEWAY_RUNNER)(recipe, renderer, client, toolset, used, acting, gateway)
+                yield kind(recipe, renderer, client, toolset, used, acting, gateway)
         else:
             yield ChainRunner(recipe, renderer, client, toolset, used, acting)
 

@@ -13,8 +13,7 @@ from agentfactory.rollout.trajectory import Group
 
 # ---- intervals, valid for few tasks and for means near 0 and 1
 
-LEVEL = 0.95
-_UPPER = (1 + LEVEL) / 2
+_UPPER = 0.975  # of a 95 % interval
 
 Interval = tuple[float, float]
 

@@ -113,8 +113,7 @@ class ClientAgent(ABC):
     """An agent that samples its turns through an endpoint, used as an async context manager."""
 
     elsewhere = False
-    """True if the agent is an external program, without this machine's files. A chain without turns left then waits for
-    its report."""
+    """True for an external program, without this machine's files, whose report a chain without turns left awaits."""
     address_fix = ""
     """The fix if the agent's client does not reach the model."""
 
@@ -159,8 +158,7 @@ class FunctionAgent(ClientAgent):
     )
 
     def __init__(self, reference: str, function: Callable[..., Any]) -> None:
-        """Wrap a function. Raise SettingError if a parameter is unknown and has no default, or if the client that it
-        takes is not installed."""
+        """Raise SettingError if a parameter is unknown and has no default, or its client is not installed."""
         self._name = reference.rpartition(":")[2]
         self._function = function
         parameters = inspect.signature(function).parameters
@@ -175,8 +173,7 @@ class FunctionAgent(ClientAgent):
     async def __aenter__(self) -> Self:
         for library in ("httpx", "httpx2"):
             logging.getLogger(library).setLevel(logging.WARNING)  # these log a line per request
-        # asyncio's default executor has four threads more than the machine has cores: too few for the chains of
-        # agents that block. Threads start on demand.
+        # asyncio's default executor has four threads more than cores: too few for agents that block
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4096, "agent"))
         # one HTTP client for all chains, since creating one takes 20 ms; no retries, which would sample a turn twice
         self._clients = {

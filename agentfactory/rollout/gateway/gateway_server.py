@@ -59,8 +59,7 @@ APIS: list[Api] = [chat_completions, messages, responses]
 
 
 class Asking(ABC):
-    """A chain that answers requests, whose bodies have at most `most_bytes`. `overflow` returns the refusal of a
-    conversation that does not fit the context."""
+    """A chain that answers requests, whose bodies have at most `most_bytes`. `overflow` refuses a conversation."""
 
     def __init__(self, temperature: float, most_bytes: int, overflow: Callable[[str], Refusal]) -> None:
         self.temperature, self.most_bytes, self.overflow = temperature, most_bytes, overflow

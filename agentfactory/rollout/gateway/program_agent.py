@@ -69,10 +69,8 @@ class ProgramAgent(ClientAgent):
             # check only the program and scripts: other paths may be outputs of the program
             is_checked = part.endswith(_SCRIPTS) or (number == 0 and not _FIELD.search(part))
             if os.path.isabs(part) and is_checked and not os.path.isfile(part):
-                kind = "script" if number else "program"
-                raise SettingError(
-                    f"rollout.agent.command.{number}", f"{part}: no such file", f"name an existing {kind}"
-                )
+                fix = f"name an existing {'script' if number else 'program'}"
+                raise SettingError(f"rollout.agent.command.{number}", f"{part}: no such file", fix)
         self._command = program_of(command[0], command[1:], base)
         self._env = expand_variables("rollout.agent.options.env", options.env)
         self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(command)}

@@ -33,7 +33,6 @@ _PARTS: Readers = {
     "input_image": lambda part: options.read_image(part.get("image_url")),
     "refusal": lambda part: None,
 }
-_LOGPROBS = "message.output_text.logprobs"
 
 
 class Stored(ByteCache[str, list[dict[str, Any]]]):
@@ -82,7 +81,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
         [*messages, *_messages(items)],
         options.read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"]),
         max_tokens=options.integer(body, "max_output_tokens"),
-        options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
+        options={"request": body, "logprobs": "message.output_text.logprobs" in (body.get("include") or [])},
         remember=remember,
     )
 
@@ -216,8 +215,7 @@ def _items(turn: Reply, status: str) -> list[dict[str, Any]]:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]
         items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": content, "status": status})
     if turn.text or not turn.calls:
-        logprobs = token_logprobs(turn)
-        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": logprobs}
+        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": token_logprobs(turn)}
         frame = {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "status": status}
         items.append({**frame, "content": [part]})
     items += [

@@ -37,8 +37,7 @@ class SampledTurn:
 
 
 class RequestedTurns:
-    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`, of at most `longest`
-    tokens each."""
+    """A sampler of the turns of one chain or conversation, which are appended to `rows` of at most `longest` tokens."""
 
     def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int, name: str = "") -> None:
         self.name = name

@@ -93,18 +93,14 @@ class OpenGroup:
     def move(self, state: State) -> None:
         """Change the state. Raise ValueError if the transition is not allowed."""
         if state not in _NEXT.get(self.state, ()) or (state is State.COMPLETE and self.running):
-            raise ValueError(
-                f"group {self.id} ({self.state}, {len(self.running)} running chains) cannot become {state}"
-            )
+            found = f"{self.state}, {len(self.running)} running chains"
+            raise ValueError(f"group {self.id} ({found}) cannot become {state}")
         self.state = state
 
     def note_turn(self, version: int) -> None:
         """Record that a chain requests a turn while the policy has `version`."""
         if self.oldest is None:
             self.oldest = version
-
-    def retry(self, index: int) -> None:
-        self.chains[index] = begin(chain_id(self.id, index, retry=True))
 
     def end(self, index: int) -> None:
         """Record that a chain has ended. Raise ValueError if the chain does not run."""
@@ -345,7 +341,7 @@ class GroupProducer:
             logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
         self.filter.ended(chain)
         if self.config.outcome_policy(chain.outcome) is OutcomePolicy.RETRY:
-            group.retry(index)
+            group.chains[index] = begin(chain_id(group.id, index, retry=True))
             await self._play(group, index)
             if group.state is not State.RUNNING:
                 return

@@ -67,8 +67,7 @@ class BatchChoice:
 
     Batch n is trained at version n, and is chosen once the servers have these weights, so tokens do not age between
     choice and training. A group that is not chosen can be trained at version + 1 at the earliest. If its oldest token
-    would be too old by then, the current batch is its last chance. `late` decides on groups with running chains then
-    (LateChains):
+    is too old then, the current batch is its last chance. `late` decides on groups with running chains:
 
     - wait: no batch is chosen before. Of the complete groups, those that began first are taken, and the batch waits as
       long as the groups that it leaves would not all find a place in time. Since at most `max_staleness + 1` batches of

@@ -237,11 +237,9 @@ class RequestImages:
         """Return the request's `content_parts`: the data of images that are not in `sent`, only digests of others."""
         digests = [span.digest for span in self.spans]
         new = [digest for digest in dict.fromkeys(digests) if digest not in sent]
-        read = await asyncio.to_thread(self._data, new) if new else {}
+        png = self.shown.store.png
+        read = await asyncio.to_thread(lambda: {digest: data_url(png(digest)) for digest in new}) if new else {}
         return [{"type": "image_url", "url": read.get(digest), "uuid": digest} for digest in digests]
-
-    def _data(self, digests: Sequence[str]) -> dict[str, str]:
-        return {digest: data_url(self.shown.store.png(digest)) for digest in digests}
 
     def fault(self, prompt_ids: Any) -> str | None:
         """Return the problem if the prompt ids that the server reports differ from the request's, else None."""

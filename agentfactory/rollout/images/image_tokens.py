@@ -267,7 +267,8 @@ class OwnProcessor(Vision):
         with self._lock:
             made = self.processor(text=text, images=[image], add_special_tokens=False, return_tensors="pt")
         ids: list[int] = made["input_ids"][0].tolist()
-        return ids, {name: value for name, value in made.items() if name not in _OF_TEXT}
+        of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+        return ids, {name: value for name, value in made.items() if name not in of_text}
 
     def smallest(self) -> Grid:
         return 1, _SMALL, _SMALL
@@ -277,6 +278,3 @@ class OwnProcessor(Vision):
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray | None:
         return None
-
-
-_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})

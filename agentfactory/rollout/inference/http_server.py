@@ -42,7 +42,6 @@ _OTHER_BYTES = 1 << 20
 _TOKEN_BYTES = 16
 _IMAGE_BYTES = 1 << 28
 """Bytes of all images of a request: those of the gateway's requests."""
-_ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError"}
 
 
 class ApiError(Exception):
@@ -114,7 +113,7 @@ def _answer(body: Json | str, status: int = 200) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    kind = _ERROR_TYPES.get(status, "ServerError")
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "ServerError")
     return _answer({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
 

@@ -90,8 +90,7 @@ class Connection:
         with_key: bool = True,
     ) -> tuple[int, str, Mapping[str, str]]:
         """Send a request with a timeout of `seconds` (None: no timeout); return the response's status, its text, of at
-        most `most` bytes, and its headers. `replica` is the rank that must answer; None leaves the choice to the
-        server."""
+        most `most` bytes, and its headers. `replica` is the rank that must answer (None: any)."""
         headers = {} if replica is None else {REPLICA_HEADER: str(replica)}
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         known = url in self._keys
@@ -136,8 +135,7 @@ class Connection:
         return lacking_key(url, self._api_key_env, self._section)
 
     async def is_guarded(self, url: str) -> bool:
-        """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not
-        protect these routes."""
+        """Return whether the server requires a key, even on routes that change its weights, unlike vLLM's own key."""
         for route in ("/v1/models", "/is_paused"):
             if (await self.request("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
                 return False

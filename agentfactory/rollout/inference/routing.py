@@ -16,8 +16,7 @@ from agentfactory.rollout.token_row import Span
 from agentfactory.tools.images.lru_cache import ByteCache
 
 REMEMBERED = 1 << 15
-"""Number of chains, and of prompts, whose replica is remembered. Forgetting one costs a prefill, but loses no
-tokens."""
+"""Number of chains, and of prompts, whose replica is remembered. Forgetting one costs a prefill."""
 
 
 class ServerState(StrEnum):

@@ -29,8 +29,7 @@ class PositionLimit(NamedTuple):
 
 
 def position_limit(config: Mapping[str, Any]) -> PositionLimit | None:
-    """Return the limit beyond which rotary factors depend on the longest sequence of a pass, as in transformers'
-    `dynamic_rope_update`; None if they never do."""
+    """Return the limit beyond which rotary factors depend on the longest sequence of a pass; None if they never do."""
     limits = [limit for part in config.values() if isinstance(part, Mapping) and (limit := position_limit(part))]
     given = config.get("rope_parameters") or config.get("rope_scaling")
     shared: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
@@ -57,8 +56,7 @@ def check_lengths(config: Mapping[str, Any], lengths: Mapping[str, int]) -> None
 
 
 def proof_length(config: Mapping[str, Any], longest: int) -> int:
-    """Return the length that a proof's row must exceed: the largest threshold below `longest`. Thresholds above LONGEST
-    are left out and logged."""
+    """Return the length that a proof's row must exceed: the largest threshold below `longest` and LONGEST."""
     reached = {name: length for name, length in _thresholds(config) if length < longest}
     if beyond := [f"{name}={length}" for name, length in reached.items() if length > LONGEST]:
         logger.info("the proof at the start is shorter than %s", ", ".join(beyond))

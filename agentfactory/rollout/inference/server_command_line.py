@@ -53,14 +53,11 @@ def server_command(
     return command
 
 
-_PACKAGES = {"vllm": ("vllm", "agentfactory"), "sglang": ("sglang",)}
-"""Engine -> packages that its Python needs."""
-
-
 def missing_from(python: str | None, engine: str = "vllm") -> str | None:
     """Return the first package that `python` (None: the current one) lacks to run `engine`: the engine's own, or
     "agentfactory"; None if it has all. Imports none. Raises SettingError if `python` is no Python."""
-    lacking = f"[name for name in {_PACKAGES[engine]} if not find_spec(name)]"
+    needed = {"vllm": ("vllm", "agentfactory"), "sglang": ("sglang",)}[engine]
+    lacking = f"[name for name in {needed} if not find_spec(name)]"
     code = f"from importlib.util import find_spec\nprint('lacks', *{lacking})"
     try:
         done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True)

@@ -1,6 +1,5 @@
 """The client of a teacher behind a server: its log-probabilities, at temperature 1, of the tokens that the policy
-sampled. The server computes them as `prompt_logprobs` of a whole row, in one forward pass that does not read its prefix
-cache."""
+sampled. The server computes them as `prompt_logprobs` of a whole row, in one forward pass without its prefix cache."""
 
 import asyncio
 import os
@@ -206,8 +205,7 @@ class TeacherClient:
             if found := sorted(self._missing.keys() & set(ids)):
                 named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
                 problem = f"its model has no token {named}, which the policy's chains contain"
-                fix = "name a teacher with it, or set model.chat_template to one without it"
-                raise self._fault(problem, fix)
+                raise self._fault(problem, "name a teacher with it, or set model.chat_template to one without it")
             grades = await self._ask(ids, graded, chain.id)
             if grades.top is None:
                 row.teacher_logprobs, row.teacher_tokens = grades.own, None
@@ -249,8 +247,7 @@ class TeacherClient:
 
 
 def canary_file(server: TeacherServer, source: str) -> str:
-    """Return the name of the file, in a folder of trajectories, with a server's fixed contexts and their
-    log-probabilities. `source` has the server."""
+    """Return the name of the file with the fixed contexts of the server of `source`, and their log-probabilities."""
     return "teacher.json" if server.field == TeacherServer.field else f"teacher-{source}.json"
 
 

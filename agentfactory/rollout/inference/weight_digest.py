@@ -35,8 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 def weight_digest(weight: Tensor, function: str | None = None) -> str:
     """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The digits depend only on
     the bytes in row-major order, without zeros at the end, on every device. `function` is "xxh3" or "fold"; by default
-    the faster one for the weight's device. Both detect accidental faults, but an attacker can construct weights for a
-    given digest."""
+    the faster one for the weight's device. Both detect accidents, but no attack."""
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
     data = weight.detach().contiguous().view(-1).view(torch.uint8)
     dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
@@ -44,8 +43,7 @@ def weight_digest(weight: Tensor, function: str | None = None) -> str:
 
 
 def _xxh3(data: Tensor) -> str:
-    """Return the XXH3 (128 bits) of the XXH3s of blocks of 4 MiB. It takes as long as reading the memory, and misses
-    practically no accidental change."""
+    """Return the XXH3 (128 bits) of the XXH3s of blocks of 4 MiB, which takes as long as reading the memory."""
     # vLLM's environment may lack it
     import xxhash
 

@@ -146,8 +146,7 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
         place = ".".join(map(str, (label, "options", *first["loc"])))
         got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
         problem = got + first["msg"].removeprefix("Value error, ")
-        fix = f"correct it; the options of {name} are {', '.join(known)}"
-        raise SettingError(place, problem, fix) from error
+        raise SettingError(place, problem, f"correct it; the options of {name} are {', '.join(known)}") from error
     except Exception as error:  # boundary: user code
         problem = f"{name} could not be created: {type(error).__name__}: {error}"
         raise SettingError(f"{label}.options", problem, f"its options are {', '.join(known) or 'none'}") from error

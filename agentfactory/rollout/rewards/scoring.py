@@ -31,7 +31,6 @@ MOST_NAMES = 1000
 """Maximum number of distinct metric names over all chains; each is a column of metrics.jsonl for the whole run."""
 OWN_CHECK_SECONDS = 5.0
 """Total time for the rewards' own checks of the rows."""
-MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
@@ -45,8 +44,7 @@ def prediction_of(trajectory: Trajectory) -> str:
 class Rewards(AbstractAsyncContextManager["Rewards"]):
     """The weighted sum of several rewards; without any, the environment's own reward. As an async context manager, it
     closes the rewards' resources on exit. If there are several, the unweighted value of each is a metric of the chain:
-    `reward/<name>`. Two rewards must not produce metrics of the same name, but a reward may replace a metric of the
-    environment."""
+    `reward/<name>`. Two rewards must not have metrics of one name, but may replace the environment's."""
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
         """Create from Python callables, each with weight 1, and from recipe entries: prebuilt names, and `FILE.py:NAME`
@@ -152,7 +150,7 @@ class Rewards(AbstractAsyncContextManager["Rewards"]):
         faults = []
         opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
         row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
-        messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]
+        messages = [*opening, {"role": "assistant", "content": "This is a made answer."}]
         made = Trajectory("made", messages, [row], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)
         given: dict[str, Any] = {"environment": environment, "seen_images": [], "workspace": workspace}
         given["model_view"] = ModelView()

@@ -43,8 +43,7 @@ class Dialogue:
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
         """Return the lines of a conversation, with instructions in the system message, or else before the first user
         message. Under a text format, calls are written as text, the results of a turn become one user message, and
-        other turns are marked as answers. Raises RenderError, with the message's index, for calls that it cannot
-        express."""
+        other turns are marked as answers. Raises RenderError, with the message's index."""
         parser, instructions = self.parser, self.instructions(specs)
         messages = self._shown(messages)
         lines = as_lines(messages)

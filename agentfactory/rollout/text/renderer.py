@@ -151,12 +151,10 @@ class Renderer:
     def _shown(self, messages: Sequence[Message]) -> list[Any]:
         return image_urls(messages) if self.behaviour.images else []
 
-    def parse(
-        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
-    ) -> Parsed:
+    def parse(self, sampled_ids: list[int], first_call: int = 0, specs: Sequence[ToolSpec] = ()) -> Parsed:
         """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
-        `prefix` is its forced beginning. In a text format, the message has no `tool_calls`; `specs` type arguments."""
-        text = prefix + self.decode(sampled_ids)
+        In a text format, the message has no `tool_calls`; `specs` type arguments."""
+        text = self.decode(sampled_ids)
         reasoning, thought, rest = self._split(text)
         stop = find_stop(rest, self.stops)
         found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
@@ -165,8 +163,7 @@ class Renderer:
         message = self._message(reasoning, thought, found.content if self.parser.native else rest)
         words, arguments = (reasoning, found.content), [given for _, given in found.calls]
         malformed = found.error is not None
-        lengths = list(map(self._length, sampled_ids))
-        roles = turn_roles(lengths, text.removeprefix(prefix), words, arguments, malformed)
+        roles = turn_roles(list(map(self._length, sampled_ids)), text, words, arguments, malformed)
         if found.error is not None:
             return Parsed(message, error=found.error, roles=roles)
         ids = found.ids or [self.parser.call_id(name, first_call + n) for n, (name, _) in enumerate(found.calls)]

@@ -113,8 +113,7 @@ def check_saved_chains(groups: Iterable[Group], tokenizer: PreTrainedTokenizerBa
 
 @cache
 def vocabulary_of(model: str) -> float:
-    """Return the number of tokens that a model's network knows, which may be larger than its tokenizer's; infinite if
-    its configuration does not tell."""
+    """Return the number of tokens that a model's network knows; infinite if its configuration does not tell."""
     try:
         config = object_of(json.loads(Path(cached_file(model, "config.json") or "").read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):

@@ -193,8 +193,7 @@ class WorkerProcess:
                 env=environment.for_chains(
                     job.recipe.variables(), {**parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""}
                 ),
-                # signals that a launcher sends to the trainer's process group must not reach the worker, which the
-                # trainer ends
+                # a launcher's signals to the trainer's process group must not reach the worker, which the trainer ends
                 start_new_session=True,
                 pass_fds=[theirs.fileno(), stacks],
             )

@@ -113,8 +113,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 class CheckpointWriter:
-    """A writer of checkpoints to a folder, one at a time. Every process has one, and calls its methods in the same
-    order.
+    """A writer of checkpoints to a folder, one at a time. All processes call its methods in the same order.
 
     A checkpoint is a folder step-000080 (for step 80): the model in the transformers format in the policy's dtype, or
     the adapter in peft's, the tokenizer with its chat template, `trainer_state.json`, the learner's state, and the
@@ -264,9 +263,8 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
 
 
 class Checkpoints:
-    """The checkpoints of a training loop, to save to and to resume from; every process has one. A step waits for a copy
-    of the learner, but not for its writing. A checkpoint counts once it is durable: then `path` names it, and
-    `take_groups` returns its groups."""
+    """The checkpoints of a training loop, in every process. A step waits for a copy of the learner, not for its
+    writing. A checkpoint counts once it is durable: then `path` names it, and `take_groups` returns its groups."""
 
     def __init__(
         self,

@@ -61,8 +61,7 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator[Path]:
-    """Yield a temporary folder, `partial_path`, for a checkpoint; afterwards add digests, make it durable, and rename
-    it to `path`. After an error nothing is left.
+    """Yield the folder `partial_path` for a checkpoint; then add digests, make it durable and rename it, or delete it.
 
     `digests` are, by then, the known digests of some files, by their names within the folder. Raises FileExistsError if
     `path` already exists, and DiskError if the disk is full."""

@@ -82,8 +82,7 @@ def process_advantages(
 def step_advantages(
     turn_returns: Sequence[Sequence[float]], anchors: Sequence[Sequence[str | None]], scale: Scale = "group"
 ) -> list[list[float]]:
-    """Compute the advantages of turns among turns that begin in the same state (Feng et al., 2025, GiGPO,
-    arXiv:2505.10978, equation 7).
+    """Compare turns that begin in the same state (Feng et al., 2025, GiGPO, arXiv:2505.10978, equation 7).
 
     The returns of a group's turns with equal anchors are normalised like chain rewards in `grpo_advantages`. A turn
     without an anchor, or alone with its anchor, has advantage 0. Arguments and result have one list per chain, with an
@@ -131,9 +130,8 @@ def generalized_advantages(
 
 
 def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Whiten advantages per chain and token: subtract the mean and divide by the standard deviation, both over all
-    tokens of the batch (Hu et al., 2025, REINFORCE++, arXiv:2501.03262v9, equation 5, and 7 for the form with a group's
-    baseline):
+    """Whiten advantages, a list per chain, over all tokens of the batch (Hu et al., 2025, REINFORCE++,
+    arXiv:2501.03262v9, equation 5, and 7 for the form with a group's baseline):
 
     (A - mean(A)) / (std(A) + 1e-8), with the population standard deviation. If all are equal, the result is 0."""
     flat = np.concatenate([np.zeros(0), *(np.asarray(chain, dtype=np.float64) for chain in advantages)])

@@ -88,7 +88,7 @@ class Health:
         if not self._steps:
             self._best_calls = figures.get(_CALLS, 0.0)
         shares = self._shares(figures)
-        self._steps.append({**figures, **shares, _LOG_ENTROPY: log(max(figures.get("entropy", 0.0), _TINY))})
+        self._steps.append({**figures, **shares, _LOG_ENTROPY: log(max(figures.get("entropy", 0.0), 1e-9))})
         self._best_calls = max(self._best_calls, self._recent(_CALLS) or 0.0)
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
@@ -219,9 +219,8 @@ class Health:
         turns, last = figures.get("turns", 0.0), self._steps[-1]
         if symptom is Symptom.LATE_CHAINS:
             return "fix: a higher rollout.max_staleness, or rollout.late_chains=wait"
-        malformed, cut = (
-            f"{last.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
-        )
+        counts = (last.get(name, 0) * turns for name in (_MALFORMED, _CUT))
+        malformed, cut = (f"{count:.1f} of {turns:.1f} turns a chain" for count in counts)
         causes = []
         if self._has_risen(_UNREADABLE) and symptom is not Symptom.FORMAT:
             change = self._change(_MALFORMED)
@@ -273,7 +272,6 @@ class Health:
 
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
 _CALLS = "trajectory/tool_calls"
-_TINY = 1e-9
 
 
 def _goal(figures: Figures) -> str:

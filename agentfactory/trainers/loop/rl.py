@@ -9,8 +9,7 @@ Every process runs the same steps. Each step has these parts:
     publish   WeightSync loads rank 0's gathered weights into the servers, the Canary proves it, the worker is notified
     record    metrics, the credit of each token, and the TrainState; then an evaluation and a checkpoint if due
 
-`Turns` encloses all computation with the policy, for a trainer that shares its device with the server. `Stop` ends the
-run between two steps."""
+`Turns` encloses all computation with the policy, for a shared device. `Stop` ends the run between two steps."""
 
 import logging
 import time

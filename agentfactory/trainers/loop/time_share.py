@@ -16,9 +16,6 @@ from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.offload import Offload
 
-_LEAST_FREED = 2**20
-"""Minimum number of bytes that a server frees when it goes to sleep."""
-
 
 class Turns:
     """The training loop's interface: all computation with the policy's weights runs within `training`. In this class,
@@ -43,8 +40,7 @@ class Turns:
 class TimeShare(Turns):
     """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it:
     `training` sends the server to sleep, and offloads the learner at its end; `waking` wakes the server around the
-    update of its weights. A turn that ends with an error offloads nothing. A stopped run leaves its server asleep for
-    the next attempt."""
+    update of its weights. A turn that fails offloads nothing. A stopped run leaves its server asleep."""
 
     server_sleeps = True
 
@@ -97,10 +93,9 @@ class TimeShare(Turns):
         first = before is not None and self._offload is None and not self._server.is_sleeping()
         self._server.sleep()
         freed = (free_memory(self._device) or 0) - (before or 0)
-        if first and freed < _LEAST_FREED:
-            problem = (
-                f"{self._server.url} reports that it sleeps but freed only {max(freed, 0)} bytes of {self._device}"
-            )
+        if first and freed < 2**20:
+            memory = f"{max(freed, 0)} bytes of {self._device}"
+            problem = f"{self._server.url} reports that it sleeps but freed only {memory}"
             fix = "start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use placement.mode=separate"
             raise SyncError(f"placement.mode: time_share: {problem}: {fix}")
 

@@ -106,8 +106,7 @@ class Credit:
             counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
             left = {place: only_targets(row, may[place][row.targets]) for place, row in made.items()}
             made = {place: row for place, row in left.items() if row}
-        advantage = recipe.train.advantage
-        malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+        malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "blamed" else []
         anchors = observations(trajectory) if observed else trajectory.anchors
         ends: list[int] = []
         if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
@@ -136,8 +135,7 @@ class Credit:
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Add advantages and weights (by `train.loss.normaliser`) to `rows`: the property's, with the streams of
         `needed_scores`. Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's
-        quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is
-        still to be subtracted."""
+        quantile (`train.loss.top_entropy`). The bounds become streams, `least` and `most`, for a sampled teacher."""
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:

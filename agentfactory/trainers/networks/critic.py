@@ -83,9 +83,8 @@ class ActorCritic(nn.Module):
 
             def check(gradient: Tensor) -> None:
                 if model.active_adapter != name:
-                    raise RuntimeError(
-                        f"backward pass of adapter {name} after a forward pass of {model.active_adapter}"
-                    )
+                    other = model.active_adapter
+                    raise RuntimeError(f"backward pass of adapter {name} after a forward pass of {other}")
 
             output.register_hook(check)
         return output

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from agentfactory.trainers.networks.layers import cast
 
-Adjust = Callable[[Float[Tensor, "chunk vocabulary"]], Float[Tensor, "chunk vocabulary"]]
 _SUMMED = 2**13
 """Products that are summed at a time, in float32."""
 
@@ -27,7 +26,7 @@ class Scores(torch.autograd.Function):
         weight: Float[Tensor, "vocabulary width"],
         labels: Int[Tensor, "targets"],
         temperature: float,
-        adjust: Adjust,
+        adjust: Callable[[Float[Tensor, "chunk vocabulary"]], Float[Tensor, "chunk vocabulary"]],
         size: int,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
         """`adjust` divides logits by `temperature`, and adds constants; a chunk has `size` targets."""
@@ -79,8 +78,7 @@ class Scores(torch.autograd.Function):
 
 
 def _in_one(one: Tensor, other: Tensor) -> bool:
-    """Return whether one operator can read `one` and write `other`: on a CPU, torch copies operands of another
-    precision first."""
+    """Return whether one operator can read `one` and write `other`: on a CPU, torch copies other precisions."""
     return one.dtype == other.dtype or one.is_cuda
 
 
@@ -99,8 +97,7 @@ def _rounded(function: Callable[..., Tensor], wide: Tensor, *others: Tensor, out
 
 
 def _chunks(hidden: Tensor, vocabulary: int, size: int, buffers: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the slices of the targets, each with its row numbers and the same memory: on a CPU, new blocks of this size
-    are slow."""
+    """Yield the slices of the targets, each with its row numbers and the same memory: new blocks are slow on a CPU."""
     shape, dtype = (min(size, len(hidden)), vocabulary), torch.promote_types(hidden.dtype, torch.float32)
     rows = torch.arange(shape[0], device=hidden.device)
     made = [torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(buffers)]

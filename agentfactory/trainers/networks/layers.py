@@ -26,9 +26,8 @@ def weights_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast the weights of linear layers to `dtype` once for this context, in which none may change, and not in each
     forward pass and recomputation. fsdp2 gathers them in `dtype`."""
     linear = {id(w): w for module in model.modules() if type(module) is nn.Linear for w in module.parameters()}
-    weights: list[Tensor] = [
-        w for w in linear.values() if w.dtype == torch.float32 != dtype and not isinstance(w, DTensor)
-    ]
+    plain = (weight for weight in linear.values() if not isinstance(weight, DTensor))
+    weights: list[Tensor] = [weight for weight in plain if weight.dtype == torch.float32 != dtype]
     copies = [torch.empty_like(weight, dtype=dtype, requires_grad=False) for weight in weights]
     if weights:
         with torch.no_grad():
@@ -63,8 +62,7 @@ def use_ours(model: nn.Module) -> None:
 
 
 def use_torchs(layer: nn.Module) -> None:
-    """Undo `use_ours` in a layer for good: torch.compile would compile each layer by itself if each had functions
-    of its own, and stop at its limit."""
+    """Undo `use_ours` in a layer: torch.compile would compile each one by itself, and stop at its limit."""
     setattr(layer, _COMPILED, True)
     for module in layer.modules():
         if isinstance(vars(module).get("forward"), partial):

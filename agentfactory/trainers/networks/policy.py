@@ -195,8 +195,7 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    tables = lora.tables_of(network, tokens)
-    model = lora.add_adapter(network, config.lora, adapted, recipe.seed, tables)
+    model = lora.add_adapter(network, config.lora, adapted, recipe.seed, lora.tables_of(network, tokens))
     if config.lora.from_ is not None and recipe.train.has_reference:
         lora.add_reference_adapter(model)
     lora.compute_rows_alone(network)

@@ -1,6 +1,5 @@
 """The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
-needs torch. A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
-weight_sync.py."""
+needs torch. A backend is a class of this folder, or the user's own `FILE.py:NAME`; see WeightSync."""
 
 import pkgutil
 import secrets
@@ -100,8 +99,7 @@ def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path,
     )
     if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
         problem = f"{recipe.sync.backend} lacks {', '.join(lacks)}"
-        fix = "define push(version, policy, state), restore(url) and close()"
-        raise SettingError("sync.backend", problem, fix)
+        raise SettingError("sync.backend", problem, "define push(version, policy, state), restore(url) and close()")
     return made
 
 

@@ -3,7 +3,6 @@
 Even with the right weights, a server may compute with others: a cache of older weights, a packed copy, a listed but
 unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to each replica."""
 
-import base64
 import logging
 import random
 import secrets
@@ -21,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS, Vision
+from agentfactory.rollout.images.parts import data_url
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.token_row import ImageSpan
@@ -157,7 +157,7 @@ def server_scores(
         if row.banned:
             params["logit_bias"] = {str(token): BANNED_BIAS for token in row.banned}
         if row.images:
-            url = f"data:image/png;base64,{base64.b64encode(row.png).decode()}"
+            url = data_url(row.png)
             body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.digest} for image in row.images]
             body |= {"token_ids": row.collapsed, "return_token_ids": True}
         salt = secrets.token_hex(16) if fresh else report.cache_salt

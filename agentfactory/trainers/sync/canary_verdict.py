@@ -1,5 +1,4 @@
-"""Drift: a check that changes of the server's log-probabilities follow the trainer's. A pure state machine, one per
-server.
+"""Drift: a check that changes of the server's log-probabilities follow the trainer's. A pure state machine.
 
 Server and trainer score the same tokens at every version. If the server has the trainer's weights, both change in the
 same way, even if they disagree by a constant. Changes below the noise of scoring prove nothing.
@@ -137,10 +136,8 @@ def judge_rows(gap: Scores, touched: np.ndarray, dtype: str) -> str | None:
     far = _rms(gap[touched])
     if far <= ASTRAY * elsewhere:
         return None
-    told = (
-        f"the server's log-probabilities of tokens with trained rows are {far:.3g} nats from the trainer's, and those "
-    )
-    return f"{told}of other tokens {elsewhere:.3g}: it does not have these rows"
+    told = f"the server's log-probabilities of tokens with trained rows are {far:.3g} nats from the trainer's, and"
+    return f"{told} those of other tokens {elsewhere:.3g}: it does not have these rows"
 
 
 def _rms(values: Scores) -> float:

@@ -80,8 +80,7 @@ class Buffer:
 
 class IpcSync(FullSync):
     """A sync backend for full weights in parts through memory shared by trainer and server, in the packed mode of
-    vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
-    ours.
+    vLLM's `ipc` weight transfer engine. The proof is that of FileSync.
 
     A trainer on a GPU shares a buffer of it during an update (CUDA IPC), and keeps a copy of the version in page-locked
     host memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
@@ -163,8 +162,7 @@ class IpcSync(FullSync):
     def _filled(
         self, state: dict[str, Tensor], copied: list[HandedOver[None]]
     ) -> Iterator[Iterator[tuple[Part, Buffer]]]:
-        """Yield an iterator of a version's parts, each in a buffer, as soon as they can be read. A part must have been
-        read before the next one is taken."""
+        """Yield an iterator of a version's parts, each in a buffer that is read before the next part is taken."""
         found = self._parts(state)
         with ExitStack() as stack:
             if self._device.type == "cpu":

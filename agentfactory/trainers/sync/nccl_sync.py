@@ -220,8 +220,7 @@ class NcclSync(FullSync):
 
     def _together(self, send: Callable[[], object], *requests: Callable[[], object]) -> None:
         """Run calls that wait for each other, `send` in the sender's thread, and raise the first error immediately.
-        Calls that still wait then wait for a peer that will never come: their threads are abandoned, and must not keep
-        the process from ending."""
+        Calls that still wait then wait forever: their threads are abandoned."""
         ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run(call: Callable[[], object]) -> None:

@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 Logits = Float[Tensor, "tokens vocabulary"]
-Top = Float[Tensor, "tokens k"]
 
 
 class FrozenPolicy:
@@ -98,8 +97,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
     if has_adapter(policy.model):
         continued = REFERENCE_ADAPTER in policy.model.peft_config
         return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)
-    network = load_network(recipe, accelerator.device, policy.dtype)
-    return freeze(network, recipe, policy, accelerator)
+    return freeze(load_network(recipe, accelerator.device, policy.dtype), recipe, policy, accelerator)
 
 
 def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
@@ -265,7 +263,7 @@ def divergence(kind: Kind, policy: Logits, teacher: Logits) -> Float[Tensor, "to
 
 
 def top_k_divergence(
-    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Top
+    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Float[Tensor, "tokens k"]
 ) -> Float[Tensor, "tokens"]:
     """Return the divergence of each token's distributions, in nats, over the given tokens and the rest, which counts as
     one more token: a lower bound of the divergence over the vocabulary.

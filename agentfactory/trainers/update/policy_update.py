@@ -28,8 +28,7 @@ class PolicyUpdate:
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
     """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs). The proximal
-    log-probabilities are those of the first update's own forward pass. The mismatch correction weights the policy term
-    by proximal over behaviour."""
+    log-probabilities are those of the first update's own forward pass."""
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
     policy_loss = losses.PolicyLoss(config)
@@ -96,8 +95,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         return Terms(loss=(streams["weight"] * terms).sum(), sums=sums)
 
     terms = None if critic_only else loss, critic_loss if learner.has_critic else None
-    updates = [learner.update(batch, *terms) for _ in range(train.updates_per_batch)]
-    return PolicyUpdate(updates, before)
+    return PolicyUpdate([learner.update(batch, *terms) for _ in range(train.updates_per_batch)], before)
 
 
 def total(values: Targets, chosen: losses.Flags) -> Float[Tensor, ""]:

@@ -114,8 +114,7 @@ class StaticDecoder:
         return self._forward(Plan(rows.flatten(), [group]), segments, ids, rotary)
 
     def _captured(self, step: Step) -> torch.cuda.CUDAGraph:
-        """Capture a graph that writes the step's logits to `_logits`. A step may run twice: it writes the same
-        values."""
+        """Capture a graph that writes the step's logits to `_logits`; run twice, it writes the same values."""
         device = self._planner.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)

@@ -1,9 +1,7 @@
-"""Device memory: eviction of tensors to the host and back, and buffers that the sender of weights shares with this
-process.
+"""Device memory: eviction of tensors to the host and back, and buffers shared by the sender of weights.
 
-A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
-`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}, or {"cpu": (name, bytes)} for a block of
-`multiprocessing.shared_memory`."""
+A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: torch's `reduce_tensor` of a
+buffer of bytes}, or {"cpu": (name, bytes)} for a `SharedMemory`."""
 
 import base64
 import binascii

@@ -187,8 +187,7 @@ class Engine:
         give_back_freed()
 
     def wake(self, weights: bool, cache: bool) -> None:
-        """Undo `sleep` for the given parts. Raises MemoryError, with the engine unchanged, if there is too little
-        memory."""
+        """Undo `sleep` for the given parts. Raises MemoryError, with the engine unchanged, if they do not fit."""
         restored: list[Evictable] = []
         try:
             for evictable in self._evicted if weights else []:

@@ -83,9 +83,8 @@ def make_request(
     scored_ids = params.get("logprob_token_ids") or []
     candidates = _token_ids(scored_ids, "sampling_params.logprob_token_ids", engine.vocab_size).tolist()
     if params.get("logprobs") not in (None, len(candidates), len(candidates) or 1):
-        raise BadRequest(
-            "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
-        )
+        told = "must be 0 or 1 (the sampled token only) or the number of logprob_token_ids"
+        raise BadRequest(f"sampling_params.logprobs: {told}")
     scored, salt = params.get("prompt_logprobs"), body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise BadRequest(f"cache_salt: {salt!r} is not a non-empty string")
@@ -155,9 +154,8 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
         ranked = zip(score.likely, score.logprobs, range(1, len(score.likely) + 1), strict=True)
         found = {token: (score.logprob, score.rank), **{other: (logprob, rank) for other, logprob, rank in ranked}}
         # vLLM writes -inf, which is no JSON, as this
-        listed.append(
-            {str(t): {"logprob": max(p, -9999.0), "rank": r, "decoded_token": None} for t, (p, r) in found.items()}
-        )
+        floored = ((str(token), max(logprob, -9999.0), rank) for token, (logprob, rank) in found.items())
+        listed.append({name: {"logprob": p, "rank": rank, "decoded_token": None} for name, p, rank in floored})
     return listed
 
 

@@ -107,8 +107,7 @@ class ImageEncoder:
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return a step's token ids [tokens], its rotary positions ([3, tokens] if it includes prompts with images,
         else [tokens]), and the model's further arguments. `ids` are the cache's, and `rotary` the positions of tokens
-        after a prompt. A request's new tokens begin at index `start` of its sequence, and end at index `after` of the
-        step."""
+        after a prompt. A request's new tokens begin at `start` of its sequence, and end at `after` of the step."""
         parts: list[tuple[HeldImage, slice, slice]] = []
         begin = after - np.diff(after, prepend=0)
         for request, first, here, end in zip(requests, start.tolist(), begin.tolist(), after.tolist(), strict=True):

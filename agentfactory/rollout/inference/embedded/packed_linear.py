@@ -43,8 +43,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
-    """Return the modules that `use_onednn` applies to. `device` is the device of the weights: cpu, or meta before they
-    are allocated."""
+    """Return the modules for `use_onednn`, with weights on `device`: cpu, or meta before they are allocated."""
     dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if onednn_packs(dtype)]
     return [
         module
@@ -78,8 +77,7 @@ def drop_packed(model: nn.Module) -> None:
 
 
 class _PackedLinear:
-    """The forward pass of one linear module, using the operators of torch.compile's CPU back end. With `whole`, the
-    packed weight replaces the module's own."""
+    """The forward pass of a linear module. With `whole`, the packed weight replaces the module's own."""
 
     def __init__(self, module: nn.Linear, whole: bool) -> None:
         self._module = module
@@ -160,14 +158,12 @@ class ServedWeights:
             self.state[name].copy_(value)
 
 
-Quantization = Literal["int8", "int4"]
-
 GROUP = 128
 """Number of neighbouring inputs that share a scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
 
 
 @torch.no_grad()
-def quantize(model: PreTrainedModel, kind: Quantization) -> None:
+def quantize(model: PreTrainedModel, kind: Literal["int8", "int4"]) -> None:
     """Round in place, to nearest, the weights of all linear modules in the language model's layers, which stay at full
     precision: this shows how a quantised server affects learning. Other weights and adapters stay unchanged, as in
     vLLM's quantised checkpoints.
@@ -201,8 +197,7 @@ def compute_in_int8(model: PreTrainedModel) -> None:
 
 
 def largest_step() -> int:
-    """Return the largest integer for weights: without AVX512_VNNI, sums of two products saturate at 16 bits, which
-    7-bit weights avoid."""
+    """Return the largest integer for weights: without AVX512_VNNI, sums of two products would saturate at 16 bits."""
     full = torch.full((8, 8), 127, dtype=torch.int8)
     return 127 if int(torch._int_mm(full, full)[0, 0]) == 8 * 127**2 else 63
 

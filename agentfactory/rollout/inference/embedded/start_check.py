@@ -54,15 +54,13 @@ class Proof(NamedTuple):
         drift = float(drifts.max() if is_exact else drifts.median())
         if not drift < (1e-3 if is_exact else 0.1):
             where = "after an image " if request.images else ""
-            raise UnsupportedModel(
-                f"{type(model).__name__}: log-probabilities {where}differ by {drift:.2g} from the model's own attention"
-            )
+            problem = f"log-probabilities {where}differ by {drift:.2g} from the model's own attention"
+            raise UnsupportedModel(f"{type(model).__name__}: {problem}")
 
 
 def proofs(encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, beyond: int) -> Iterator[Proof]:
     """Yield requests to decode together: texts of different lengths, one with a prefix of another, one longer than
-    `beyond` tokens; and an image for a vision-language model. Raises UnsupportedModel if `max_model_len` is too short
-    for it."""
+    `beyond` tokens; and an image for a vision-language model. Raises UnsupportedModel if that is too long."""
     size = min(max(SHORTEST, beyond + 2 * SAMPLED), max_model_len)
     whole = max(1, size - SAMPLED)
     # the model's own forward pass would treat an image token as an image

@@ -16,8 +16,7 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the number of tokens that a token attends to in sliding-window layers; None without such layers. Raises
-    UnsupportedModel for layers of other types."""
+    """Return the window of sliding-window layers in tokens; None without. Raises UnsupportedModel for other layers."""
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
         raise UnsupportedModel(f"layers of type {', '.join(others)}; only {' and '.join(sorted(_KINDS))} are supported")
     return int(config.sliding_window) if has_sliding_window(config) else None
@@ -30,8 +29,7 @@ def has_sliding_window(config: Any) -> bool:
 
 
 def head_width(config: Any) -> int:
-    """Return the width of a head's keys in the cache: the largest of all layers. In DeepSeek's latent attention, values
-    have another width."""
+    """Return the width of a head's keys in the cache: the largest of all layers."""
     # Gemma 4's widths vary by layer
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     widths = (getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None) for layer in layers)
@@ -120,8 +118,7 @@ class Planner:
         queries = int(count.max())
         keys = min(self.length, -(-int(end.max()) // 16) * 16)
         first, last = int(slots.min()), int(slots.max()) + 1
-        # reading a few idle slots is cheaper than copying the busy ones; with padded queries, they at most double the
-        # mask
+        # reading a few idle slots is cheaper than copying the busy ones; they at most double the mask
         viewed = (last - first) * queries <= 2 * int(count.sum())
         place = slots - first if viewed else np.arange(len(slots))
         n = last - first if viewed else len(slots)

@@ -17,8 +17,7 @@ _RENDERS = 5
 def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None = None) -> Behaviour:
     """Return a template's behaviour, derived from its renders of the probe conversations. `tools`: the chains call
     tools, in the format of `parser`; the template must support them only if the format is native. `image` is the image
-    token; None if the model does not accept images. Raises RenderError with the reason if the template cannot be
-    used."""
+    token; None if the model does not accept images. Raises RenderError if it cannot be used."""
     tools = tools and parser.native
     specs: Tools = [spec.to_openai() for spec in conversations.PROBE_TOOLS] if tools else None
     closed = _steady(template, specs)

@@ -1,5 +1,4 @@
-"""Calls as JSON in ordinary text, fenced or bare. Many instruction-tuned models write this form, whatever format their
-chat template describes."""
+"""Calls as JSON in ordinary text, fenced or bare, which many models write whatever their chat template describes."""
 
 import json
 import re

@@ -34,8 +34,7 @@ class React(Parser):
             if "Action" in labels or "Action Input" in labels:
                 raise FormatError("The turn has an Action and a Final Answer: write one of them")
             # an answer may contain lines that look like a label
-            answer = text[found[labels.index("Final Answer")].end() :].strip()
-            return Reading(content, answer=answer)
+            return Reading(content, answer=text[found[labels.index("Final Answer")].end() :].strip())
         acting = [label for label in labels if label != "Thought"]
         if not acting:
             raise FormatError("The turn has neither an Action nor a Final Answer")
