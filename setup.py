@@ -125,7 +125,7 @@ setup(
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",
-        "transformers>=5.16.1,<5.20",
+        "transformers>=5.18,<5.25",
         "accelerate>=1.15,<2",
         # bounded because the names of active adapters are not a public API: trainers/networks/lora.py
         "peft>=0.21,<0.22",

@@ -150,7 +150,6 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
             tools=[spec.to_openai() for spec in SPECS],
             chat_template=template.source,
             add_generation_prompt=True,
-            strftime_now=template.clock.strftime,
         )["input_ids"]
         assert renderer.open(instructed, SPECS) == whole
         same += 1

@@ -1,6 +1,7 @@
 """The vision tower's features of images, as inputs of the language model, in trainer and embedded engine."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.utils import ModelOutput
 
 from agentfactory.rollout.images.image_tokens import OwnProcessor, Vision
 
@@ -85,6 +87,7 @@ def encoder_outputs(network: Any, features: Sequence[Features]) -> dict[str, Any
     return {"mm_encoder_outputs": {"image": _Outputs(whole, deep)}}
 
 
-class _Outputs(NamedTuple):
-    pooler_output: list[Tensor] | Tensor
-    deepstack_features: list[list[Tensor]]
+@dataclass
+class _Outputs(ModelOutput):
+    pooler_output: list[Tensor] | Tensor | None = None
+    deepstack_features: list[list[Tensor]] | None = None

@@ -9,6 +9,7 @@ from itertools import pairwise, takewhile
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from agentfactory.base.messages import Message, ToolCall
 from agentfactory.rollout.text.parsers.parser import with_json_arguments
@@ -86,13 +87,14 @@ class ChatTemplate:
             functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
             shown[0] = {**shown[0], "tools": functions}
         try:
+            # as an argument, transformers 5.24 makes text of a function
+            _compile_jinja_template(self.source).globals["strftime_now"] = self.clock.strftime
             text = self.tokenizer.apply_chat_template(
                 shown,
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                strftime_now=self.clock.strftime,
             )
         except Exception as error:  # a template is arbitrary code and may raise anything
             reason = str(error).rstrip(".") or type(error).__name__
