@@ -91,7 +91,7 @@ test-faults: $(VENV)/.installed-dev
 
 # Both ends of setup.py's bounds, in separate environments: the oldest releases, and the newest, also beyond the bounds.
 # Unit tests and comparisons of numbers, the server contract, and the quickstart must learn. Not part of CI.
-OLDEST := transformers==5.18.0 accelerate==1.15.0 peft==0.21.0 mcp==2.1.0 datasets==5.0.0 trl==1.16.0
+OLDEST := transformers==5.18.0 accelerate==1.15.0 peft==0.21.0 mcp==2.0.0 datasets==5.0.0 trl==1.16.0
 NEWEST := $(foreach package,transformers accelerate peft mcp datasets trl,--upgrade-package $(package) $(package))
 test-oldest: RELEASES := $(OLDEST)
 test-newest: RELEASES := $(NEWEST)

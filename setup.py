@@ -131,7 +131,7 @@ setup(
         "peft>=0.21,<0.22",
         "datasets>=5",
         "trl>=1.16,<1.17",
-        "mcp>=2.1,<3",
+        "mcp>=2,<3",
         "aiohttp>=3.11",
         "pydantic>=2.10",
         # groups of trajectories and requests: 40 times as fast as json

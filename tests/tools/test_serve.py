@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
 
 from agentfactory.base.user_code.loading import UserCodeError
 from agentfactory.tools.calls.mcp_results import content_of
@@ -129,7 +130,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
     command = StdioServerParameters(
         command=sys.executable, args=["-m", "agentfactory.tools.serve", "shop.py", *options], cwd=tmp_path
     )
-    async with Client(command) as client:
+    async with Client(stdio_client(command)) as client:
         names = [tool.name for tool in (await client.list_tools()).tools]
         assert names == ["buy", "reset", "close", "gauges", "price", "greet"]
         assert content_of(await client.call_tool("greet", {"name": "Ada"})) == "Hello Ada!"
