@@ -213,7 +213,7 @@ async def test_a_server_that_is_not_ours(theirs: Path) -> None:
             )
             said, error = await ask(session, "crash")
             # before mcp 2.1, the exception's text follows
-            assert isinstance(said, str) and said.startswith("Error executing tool crash") and error is CallError.TOOL_ERROR
+            assert (str(said).startswith("Error executing tool crash"), error) == (True, CallError.TOOL_ERROR)
             image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
             texts = [{"type": "text", "text": text} for text in ("before", "after")]
             assert await ask(session, "look") == ([texts[0], image, texts[1]], None)
