@@ -26,8 +26,7 @@ Penalty = Annotated[float, Field(ge=0, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: unknown keys and infinite numbers are errors, and a field's docstring is its
-    description."""
+    """Base of recipe sections: unknown keys and infinite numbers are errors; a field's docstring describes it."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -89,8 +89,7 @@ _activities: list[_Activity] = []
 
 @contextmanager
 def doing(what: str | Callable[[float], str]) -> Iterator[None]:
-    """Declare what this process does in this context; the innermost one is shown. A function gets its seconds so far,
-    and is called in other threads."""
+    """Declare what this process does in this context. A function gets its seconds so far, and runs in other threads."""
     activity = _Activity(what if callable(what) else lambda seconds: f"{what}, {seconds:.0f} s so far")
     _activities.append(activity)
     try:
@@ -116,8 +115,7 @@ def current() -> str:
 
 @contextmanager
 def heard(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Yield a `say` for everything that this process tells the user. After QUIET_SECONDS without a word, it tells by
-    itself what the process is doing."""
+    """Yield a `say` for all that this process tells the user, which after QUIET_SECONDS tells what the process does."""
     spoken, ended = time.monotonic(), threading.Event()
 
     def speak(text: str) -> None:

@@ -17,8 +17,7 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRu
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
-"""Width and height of each picture, and the square's top left corner. No two coordinate systems give similar numbers
-for all pictures."""
+"""Width and height of each picture, and the square's top left corner, which no two coordinate systems confuse."""
 SIDE = 240
 CLEAR = 0.5
 CLOSE = 0.1

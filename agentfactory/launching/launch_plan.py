@@ -137,8 +137,8 @@ class StagePlan:
         return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
     def assignment(self, url: str | None, plan: TimePlan | str = "") -> Assignment:
-        """Return the input of the trainer's processes; `url` is the address of the server started for them, `plan` the
-        planned time."""
+        """Return the input of the trainer's processes; `url` is the address of their server, `plan` the planned
+        time."""
         assert self.assigned is not None
         recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
         return Assignment(recipe, self.checkpoint, plan if isinstance(plan, TimePlan) else None)

@@ -1,5 +1,4 @@
-"""Run a recipe's `prepare` function in a child process, `python -m agentfactory.launching.prepare FILE.py:NAME FOLDER
-SEED [IMPORT_PATH ...]`."""
+"""Run a recipe's `prepare` function in a child: `python -m ...prepare FILE.py:NAME FOLDER SEED [IMPORT_PATH ...]`."""
 
 import sys
 from collections.abc import Callable

@@ -60,8 +60,7 @@ _WITHOUT_WEIGHTS = (
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
-    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other: fields and shapes below the head are
-    equal."""
+    "vocab_size is 152064, not 151936"; None if fields and shapes below the head are equal: an adapter fits both."""
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:
         here, there = getattr(first, name, None), getattr(second, name, None)

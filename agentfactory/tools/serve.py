@@ -78,8 +78,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return the `@tool` functions, Environment classes and MCP servers that a file defines under public names. Raises
-    UserCodeError."""
+    """Return the public `@tool` functions, Environment classes and MCP servers of a file. Raises UserCodeError."""
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())

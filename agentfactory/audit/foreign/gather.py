@@ -60,8 +60,7 @@ Pass = Callable[[], Iterator[Saved]]
 
 class Gathered:
     """All groups of a run, read twice: once to check each chain and to count those of each group, and again for each
-    pass over the groups, which keeps only groups that are not complete yet. Raises SettingError, at once, if a chain
-    cannot be read."""
+    pass over the groups, which keeps only incomplete ones. Raises SettingError if a chain cannot be read."""
 
     def __init__(self, folder: Path, saved: Pass, items: Callable[[Saved], Iterable[Item]]) -> None:
         self._folder, self._saved, self._items = folder, saved, items

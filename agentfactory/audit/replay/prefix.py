@@ -16,10 +16,9 @@ from agentfactory.rollout.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Change:
-    """The difference of a chain that is played again from the saved one. `actions` are the assistant's messages at some
-    turns, in place of those that were sampled. `result` replaces the text of the results of the last turn that is
-    played again. `system` replaces the system prompt: the messages are then rendered again, and their tokens differ
-    from those that were sampled after."""
+    """The difference of a chain that is played again from the saved one. `actions` replace the assistant's messages at
+    some turns, `result` the text of the results of the last turn that is played again, and `system` the system prompt:
+    the messages are then rendered again, and their tokens differ from those that were sampled."""
 
     actions: dict[int, Message] | None = None
     result: str | None = None
@@ -32,9 +31,8 @@ class Change:
 
 
 class PrefixHooks(AgentHooks):
-    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest. The
-    prompt of each turn must be the saved one, token by token; otherwise the chain ends with an error, and `diverged`
-    says what was different."""
+    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest. If the
+    prompt of a turn is not the saved one, token by token, the chain ends with an error, and `diverged` says why."""
 
     def __init__(self, saved: Trajectory, turns: int, change: Change) -> None:
         self.saved, self.turns, self.change = saved, turns, change

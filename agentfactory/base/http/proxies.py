@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.loopback import is_http_address, is_loopback
-from agentfactory.base.http.server_keys import has_loopback_address
+from agentfactory.base.http.server_keys import loopback_addresses
 from agentfactory.base.user_code.extras import check_extra
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
@@ -43,7 +43,7 @@ def proxy_for(url: str) -> Proxy | None:
     found = next(filter(None, map(_variable, (f"{parts.scheme}_proxy", "all_proxy"))), None)
     if found is None or parts.hostname is None or _spared(parts.hostname, parts.port):
         return None
-    if is_loopback(parts.hostname) or has_loopback_address(url):
+    if is_loopback(parts.hostname) or loopback_addresses(url):
         return None
     variable, value = found
     proxy = Proxy(variable, value if "://" in value else f"http://{value}")

@@ -68,20 +68,15 @@ def pinned(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname is None or _is_address(parts.hostname):
         return url
-    for host, port in _addresses(url):
+    for host, port in loopback_addresses(url):
         if _is_left(key_file(host, port)):
             return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
     return url
 
 
-def has_loopback_address(url: str) -> bool:
-    """Return whether the host in `url` is this machine, by a loopback address of its name."""
-    return bool(_addresses(url))
-
-
 def key_file_of(url: str) -> Path | None:
     """Return the file with the key that the server at `url` has stored for this user; None if there is none."""
-    return next((file for address in _addresses(url) if _is_left(file := key_file(*address))), None)
+    return next((file for address in loopback_addresses(url) if _is_left(file := key_file(*address))), None)
 
 
 def _is_left(file: Path) -> bool:
@@ -118,7 +113,7 @@ def key_of_environment(field: str, variable: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _addresses(url: str) -> tuple[tuple[str, int], ...]:
+def loopback_addresses(url: str) -> tuple[tuple[str, int], ...]:
     """Return the loopback addresses (IP, port) that `url` resolves to; none for another machine."""
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme)

@@ -143,8 +143,7 @@ def _kept() -> Path:
 
 
 def onednn_packs(dtype: "torch.dtype") -> bool:
-    """Return whether the embedded engine packs weights of this dtype for oneDNN on this CPU: in bfloat16 only where it
-    has instructions for that."""
+    """Return whether the embedded engine packs weights of this dtype for oneDNN on this CPU."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -155,8 +154,7 @@ def onednn_packs(dtype: "torch.dtype") -> bool:
 
 
 def measure() -> Speed:
-    """Time linear layers in both dtypes, on the GPU if there is one: for few rows as the embedded engine computes them,
-    for many as the trainer does."""
+    """Time linear layers in both dtypes, on a GPU if any: few rows as the engine does, and many as the trainer does."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -198,8 +196,7 @@ def _layer(weight: "Tensor", rows: int) -> "Callable[[Tensor], Tensor]":
 
 
 def _seconds(call: Callable[[], object], threads: int = 1) -> float:
-    """Return the seconds of a call that keeps all threads busy; on a CPU, processor time, which other processes do not
-    change."""
+    """Return the seconds of a call that keeps all threads busy; on a CPU, of its processor time."""
     import torch
 
     on_gpu = torch.cuda.is_available()

@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 1.0
-"""A terminal sends Ctrl-C to a command's process and to its parent, which forwards it: signals within this time after
-the first are the same."""
+"""A terminal sends Ctrl-C to a command's process and to its parent, which forwards it within this time."""
 
 
 def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:

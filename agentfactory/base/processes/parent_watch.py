@@ -1,5 +1,4 @@
-"""Processes that end when their starter is gone, even after kill -9; a launcher may stand between the two, so Linux's
-parent-death signal is not enough."""
+"""Processes that end when their starter is gone, even after kill -9, and even if a launcher stands between the two."""
 
 import contextlib
 import json
@@ -38,11 +37,9 @@ def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None)
 
 def follow_parent() -> None:
     """End this process when its starter, named in the environment, is gone: SIGTERM, and after 4 s an exit."""
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return
-    pid, create_time = value.split(":")
-    follow(int(pid), float(create_time))
+    if (value := os.environ.get(VARIABLE)) is not None:
+        pid, create_time = value.split(":")
+        follow(int(pid), float(create_time))
 
 
 def follow(pid: int, create_time: float) -> threading.Event:

@@ -51,9 +51,9 @@ class SandboxSettings:
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
-        for name, (least, most) in bounds.items():
-            check_range(name, getattr(self, name), least, most)
+        check_range("memory_mb", self.memory_mb, 64, 1 << 20)
+        check_range("disk_mb", self.disk_mb, 1, 1 << 16)
+        check_range("output_characters", self.output_characters, 200, 100_000)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -76,6 +76,6 @@ class ProgramLimits:
     size of each file."""
 
     def __post_init__(self) -> None:
-        bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}
-        for name, (least, most) in bounds.items():
-            check_range(name, getattr(self, name), least, most)
+        check_range("processes", self.processes, 4, 1 << 16)
+        check_range("memory_mb", self.memory_mb, 64, 1 << 24)
+        check_range("disk_mb", self.disk_mb, 1, 1 << 24)

@@ -253,8 +253,7 @@ def supervised(command: Callable[[], int]) -> int:
 
 
 def _end_left() -> None:
-    """End the processes of this session that user code has left: they are this process's children now. A process that
-    is to stay begins a session of its own."""
+    """End the processes of this session that user code has left; one that is to stay begins a session of its own."""
     with contextlib.suppress(ChildProcessError):  # there is none
         os.waitpid(-1, os.WNOHANG)
         import psutil

@@ -40,8 +40,7 @@ def user_folders() -> list[str]:
 
 
 def start_folder_last() -> None:
-    """Move the import path's first entry to its end, before any other import. Ends the process if another
-    `agentfactory` hides this package."""
+    """Move the import path's first entry to its end, before other imports; exit if another package hides this one."""
     package = sys.modules["agentfactory"]
     if getattr(package, "__file__", None) != str(Path(__file__).parents[2] / "__init__.py"):
         hiding = next(iter(package.__path__))

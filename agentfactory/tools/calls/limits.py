@@ -215,8 +215,8 @@ class ChainLimits(ChainAccount):
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of one turn concurrently, each by `call` within the given seconds (None: its
-        server's). If one raises, the others are cancelled first."""
+        """Run the calls of a turn concurrently, each by `call` within the given seconds; if one raises, cancel the
+        others."""
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
         tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]

@@ -44,8 +44,7 @@ class ChainProgram:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Create a folder and yield the command that refers to it; remove the folder on exit. Raises OSError if the
-        template cannot be copied."""
+        """Create a folder, yield the command that refers to it, and remove it. Raises OSError."""
         folder = make_folder()
         try:
             if self.template is not None:

@@ -1,5 +1,4 @@
-"""The streamable HTTP transport: its messages bounded and repaired, and refusals of a server, or of a gateway before
-it, that contain no JSON-RPC message."""
+"""The streamable HTTP transport: bounded, repaired messages, and refusals without a JSON-RPC message."""
 
 import inspect
 import json
@@ -118,8 +117,7 @@ def _message_in(request: httpx2.Request) -> dict[str, Any]:
 
 
 async def _refusal(response: httpx2.Response, has_messages: bool) -> str:
-    """Return the status and the remedies for a response without a JSON-RPC message to a request; empty if it has one.
-    The SDK would leave them out."""
+    """Return the status and the remedies, which the SDK leaves out, for a response without a message; else ""."""
     status, request = response.status_code, response.request
     if 300 <= status < 400 or (status < 300 and status != HTTPStatus.ACCEPTED and has_messages):
         return ""

@@ -158,8 +158,7 @@ async def _clock(seconds: float) -> str:
 
 
 async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> str:
-    """Wait until the program exceeds the memory or socket limit, and return the reason. `in_memory`: paths inside whose
-    files are in memory."""
+    """Wait until the program exceeds the memory or socket limit; return the reason. `in_memory`: folders in memory."""
     while True:
         await asyncio.sleep(_MEMORY_SECONDS)
         if started.init is None:

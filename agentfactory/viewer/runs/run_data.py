@@ -36,8 +36,7 @@ class CreditLine:
 
 
 class Run:
-    """One run, or one stage of a run: the data read so far. Links below `within`, the folder that a user named, are not
-    followed."""
+    """One run or stage: the data read so far. Links below `within`, the folder that a user named, are not followed."""
 
     def __init__(self, path: Path, label: str, within: Path) -> None:
         self.id = _id_of(path)

@@ -51,8 +51,7 @@ class Scene:
 class Engine:
     """A pool of subprocesses, each running several games. Thread-safe; calls to one subprocess are serialized.
     `processes`: number up to which new games get a subprocess of their own. `games`: games after which a subprocess is
-    replaced, because its memory grows with each. `python`: the Python that has the package `alfworld`; None: this
-    one."""
+    replaced, because its memory grows with each. `python`: the Python that has `alfworld`; None: this one."""
 
     def __init__(self, processes: int, games: int, python: str | None = None) -> None:
         self._pool = Pool(lambda: _Process(python), lambda _, played: played >= games, spread=processes)

@@ -38,8 +38,7 @@ class DiskCache:
 
     async def get(self, key: Any, make: Callable[[], Awaitable[Any]]) -> Any:
         """Return the value of `key`; on a miss, store and return the value of `make`. Concurrent lookups of one key
-        share one call of `make`. If it raises, all of them raise, and nothing is stored. Raises ToolInfrastructureError
-        if the file fails."""
+        share one call; if it raises, all of them do. Raises ToolInfrastructureError if the file fails."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
         making = self._making.get(digest)
         if making is None:

@@ -42,10 +42,9 @@ class Fetcher:
     """An HTTP client for documents. One object serves all chains of an event loop. Every address, including each
     redirect's, is checked after name resolution, and the connection goes to the checked address. Cookies, environment
     proxies and passwords are not used. `allow_hosts`: hosts in private networks that may be fetched: HOST, or
-    HOST:PORT. They belong to the recipe's world, so their failures are infrastructure failures, which the model does
-    not have to handle. `robots`: whether to obey a site's robots.txt. `seconds`: timeout of one document, including
-    redirects and robots.txt. `max_bytes`: maximum size of a document after decompression. `resolver`: resolver of host
-    names; None: the system's."""
+    HOST:PORT; their failures are infrastructure failures, not the model's. `robots`: whether to obey a site's
+    robots.txt. `seconds`: timeout of one document, including redirects and robots.txt. `max_bytes`: maximum size of a
+    document after decompression. `resolver`: resolver of host names; None: the system's."""
 
     def __init__(
         self,

@@ -23,8 +23,7 @@ _SERVER = "agentfactory.worlds.game_processes.fork_server"
 
 class GameProcess:
     """A process that has one object of `place`, `MODULE:NAME`, and calls its methods. It starts with the first call,
-    and again with the first one after it was lost. Not thread-safe. `title`: the game's name in errors. `seconds`: time
-    limit of a call."""
+    and again when lost. Not thread-safe. `title`: the game's name in errors. `seconds`: time limit of a call."""
 
     def __init__(self, place: str, title: str, seconds: float = CALL_SECONDS) -> None:
         self._key, self._title, self._seconds = (place, seconds), title, seconds

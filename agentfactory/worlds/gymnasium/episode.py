@@ -80,9 +80,8 @@ class Episode:
         self._names: list[str] = []
 
     def check(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Begin an episode. Return `question` (the environment's description of itself), `threshold` (the return from
-        which it counts as solved, or None) and `limit` (of steps, or None). Raises Refused with the field of the
-        source, the problem and the fix."""
+        """Begin an episode. Return `question` (the environment's text), `threshold` (the return from which it counts as
+        solved, or None) and `limit` (of steps, or None). Raises Refused with the field, the problem and the fix."""
         try:
             self.reset(settings, seed)
         except gymnasium.error.DependencyNotInstalled as error:  # of drawing

@@ -42,9 +42,8 @@ class OpenEnv(Environment):
         check_extra("openenv")
 
     async def reset(self, openenv: dict[str, Any], seed: int, **task: Any) -> Any:
-        """Begin an episode in a session of its own. Return the actions, and the first observation. Raises SettingError
-        (the key's variable is not set), ToolInfrastructureError (the server gives no session, refuses the reset, or
-        took too long)."""
+        """Begin an episode in a session of its own; return the actions, and the first observation. Raises SettingError
+        (the key's variable is not set), ToolInfrastructureError (no session, a refused reset, or the time limit)."""
         await self.release()
         server = Server(openenv["url"], openenv["api_key_env"])
         episode = self._episode = _Episode(await server.connect(openenv["seconds"]), openenv)

@@ -77,9 +77,8 @@ class ScienceWorld(Environment):
         check_engine()
 
     def reset(self, task: str, variation: int, simplifications: str | None = None, **row: Any) -> str:
-        """Begin a variation of a task; return the task description and the first observation. Raises SettingError (the
-        task, the variation or the simplifications are invalid), ToolInfrastructureError (no Java process could be
-        started)."""
+        """Begin a variation of a task; return the task description and the first observation. Raises SettingError (an
+        argument is invalid), ToolInfrastructureError (no Java process could be started)."""
         self.release()
         name = named(task)
         chosen = resolved(self._simplifications if simplifications is None else simplifications, name)

@@ -222,8 +222,7 @@ _shared: Shared[SharedSource] = Shared()
 def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None = None) -> SharedSource:
     """Return the source of this name, opening it on first use; call `release` after use. `name`: the folder of an
     index, the address of a retrieval server, or one of ENGINES. `ranking`: see `open_index`. `engine`: options of an
-    online engine. Raises SettingError if the source does not exist, lacks this ranking, or is not an online engine but
-    `engine` is set."""
+    online engine. Raises SettingError if the source does not exist, or does not take `ranking` or `engine`."""
     key = (name, ranking, engine)
     return _shared.acquire(key, lambda: SharedSource(key, _open(name, ranking, engine)))
 

@@ -107,8 +107,7 @@ def read_products(
 ) -> Iterator[Product]:
     """Stream the products of an items file in order; memory does not grow with the file. A product is skipped if its
     asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin to its attributes, or to
-    None. `limit` counts the file's products, including skipped ones. Raises SettingError with the number of a product
-    that cannot be read."""
+    None. `limit` counts skipped products, too. Raises SettingError with the number of a product that cannot be read."""
     seen: set[str] = set()
     for number, item in enumerate(read_items(path)):
         if number == limit:
