@@ -42,7 +42,6 @@ class Report:
         return next((level for level in Severity if any(one.severity is level for one in self.findings)), None)
 
     def of(self, severity: Severity) -> list[Finding]:
-        """Return the findings of a severity."""
         return [finding for finding in self.findings if finding.severity is severity]
 
 

@@ -21,7 +21,6 @@ class SettingError(ValueError):
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 
     def at(self, field: str | None = None, source: str | None = None) -> "SettingError":
-        """Return a copy for another field or source."""
         field = self.field if field is None else field
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
 
@@ -31,7 +30,6 @@ Fault = tuple[str, str, str]
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise SettingError for the first fault."""
     for fault in faults:
         raise SettingError(*fault)
 

@@ -61,7 +61,6 @@ class Notices:
         return before is None
 
     def last_lines(self) -> list[str]:
-        """Return the last notice of each topic, with the count."""
         lines = ((notice, f" ({notice.times} times)" if notice.times > 1 else "") for notice in self._last.values())
         return [f"{notice}{times}" for notice, times in lines]
 
@@ -75,8 +74,6 @@ QUIET_SECONDS = 6.0
 
 @dataclass(eq=False)
 class _Activity:
-    """An activity, which describes itself with the seconds since it began."""
-
     describe: Callable[[float], str]
     began: float = field(default_factory=time.monotonic)
 

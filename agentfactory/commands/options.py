@@ -297,7 +297,6 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 def add_actions(
     command: argparse.ArgumentParser, texts: dict[str, str]
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Add actions with their texts of help; yield the name and the parser of each."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in texts.items():
         about = f"{text[0].upper()}{text[1:]}."

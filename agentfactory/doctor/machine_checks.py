@@ -60,7 +60,6 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
-    """Report the GPUs, or the reason why there are none."""
     driver = next(filter(os.path.exists, drivers), None)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     for index, gpu in enumerate(seen["gpus"]):

@@ -50,7 +50,6 @@ def runs_code(recipe: Recipe) -> bool:
 
 
 def starts_server(recipe: Recipe) -> bool:
-    """Return whether `agentfactory train` starts a server."""
     return runs_chains(recipe, "train") and recipe.server.url is None
 
 
@@ -140,7 +139,6 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
 
 
 def has_tasks(recipe: Recipe) -> bool:
-    """Return whether the recipe's tasks are in a local file."""
     return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
 
 

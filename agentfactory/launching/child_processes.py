@@ -50,7 +50,6 @@ class Child:
     is_finishing: Callable[[], bool] = lambda: False
 
     def failure(self) -> ChildFailed:
-        """Return the error that explains the exit of this child, which has exited."""
         status = self.process.returncode
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"

@@ -128,7 +128,6 @@ class StagePlan:
         )
 
     def describe_adapter(self) -> str | None:
-        """Return a human-readable line about the adapter that the stage begins with; None if there is none."""
         if self.merge is not None:
             return self.merge.describe()
         lora = self.recipe.model.lora
@@ -200,7 +199,6 @@ class RunPlan:
             yield f"{name}: trainer: {stage.trainer}"
 
     def times(self) -> list[TimePlan | str]:
-        """Return the planned time of each stage, or the reason why there is none."""
         return [*plan_times([stage.recipe for stage in self.stages])]
 
 

@@ -59,7 +59,6 @@ class Placement:
         return server_command(self.for_server(recipe), adapters, weight_transfer, self.mode == "time_share")
 
     def refusal(self, recipe: Recipe) -> SettingError | None:
-        """Return the error if this placement is impossible, else None."""
         if self.refused is not None:
             return SettingError(*self.refused, source=recipe.name)
         if recipe.server.engine != "vllm" or recipe.server.url is not None or self.on_gpu:

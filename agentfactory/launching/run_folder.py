@@ -170,7 +170,6 @@ class RunFolder:
         self._stopping.touch()
 
     def note_stopped(self) -> None:
-        """Record that the trainer has no unfinished work."""
         self._stopping.unlink(missing_ok=True)
 
     def is_finishing(self) -> bool:

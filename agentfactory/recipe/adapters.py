@@ -26,7 +26,6 @@ _ROW_FACTOR = re.compile(r"base_model\.model\..+\.lora_embedding_[AB]")
 
 
 def shape_of(lora: LoraConfig) -> dict[str, Any]:
-    """Return the fields of model.lora that describe the adapter itself."""
     return {name: value for name, value in lora.model_dump(mode="json").items() if name not in _OF_A_RUN}
 
 

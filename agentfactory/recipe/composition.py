@@ -336,7 +336,6 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 
 
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe that a run in `folder` saved, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
     stages = resolved.get("stages")

@@ -37,7 +37,6 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_file(name: str) -> str:
-    """Return a file of the page, as text."""
     return (resources.files("agentfactory.viewer") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -59,7 +58,6 @@ def _static(name: str, request: Request) -> Response:
 
 
 def plotly_script() -> str:
-    """Return plotly.js."""
     # `view` checks that it is installed
     from plotly.offline import get_plotlyjs
 

@@ -16,7 +16,6 @@ _FIX = "copy the file again, or remove this line"
 
 
 def malformed(file: Path, number: int, error: object, part: str = "line") -> SettingError:
-    """Return the error for line (or another part) `number` of a file."""
     return SettingError("", f"{part} {number} of {file} cannot be read: {_described(error)}", _FIX)
 
 
@@ -83,7 +82,6 @@ def first_row(file: Path) -> dict[str, Any]:
 
 
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the values of an object."""
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) and type(value) is not bool}
 
 

@@ -48,7 +48,6 @@ class Saved:
 
 
 def saved_lines(files: Iterable[Path]) -> Iterator[Saved]:
-    """Yield the lines of files of JSON lines."""
     for file in files:
         for number, row in rows_of(file):
             yield Saved(file, number, row)
@@ -82,7 +81,6 @@ class Gathered:
 
     @property
     def size(self) -> int:
-        """The number of groups."""
         return len(self._counts)
 
     def problems(self) -> list[Finding]:

@@ -49,22 +49,16 @@ class Node(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """An error of a trace or an episode."""
-
     type: str = ""
     message: str = ""
 
 
 class Reward(msgspec.Struct):
-    """A named reward."""
-
     score: float
     weight: float = 1.0
 
 
 class Task(msgspec.Struct):
-    """The task of a trace."""
-
     data: dict[str, Any] = msgspec.field(default_factory=dict)
     key: str | None = None
     hash: str | None = None
@@ -78,8 +72,6 @@ class Seat(msgspec.Struct):
 
 
 class Call(msgspec.Struct):
-    """A call of the model."""
-
     finish_reason: str | None = None
     error: Error | None = None
 

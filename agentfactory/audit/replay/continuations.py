@@ -129,7 +129,6 @@ class TurnEffect:
 
     @property
     def effect(self) -> float:
-        """The change of the expected result."""
         return self.after.mean - self.before.mean
 
 

@@ -139,7 +139,6 @@ def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
 
 
 def refused(path: Path, kind: int) -> RefusedFileError:
-    """Return the error for a path of a type that is not opened."""
     fix = "put the file or folder itself there" if kind == stat.S_IFLNK else "replace it, or delete it"
     return RefusedFileError(path, f"is {_KINDS.get(kind, 'a regular file')}", fix)
 

@@ -44,7 +44,6 @@ async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 def redirected(place: str) -> str:
-    """Describe a redirect to an address."""
     return f"redirects to {place[:_SHOWN]}, which is not followed; fix: write that address"
 
 

@@ -32,7 +32,6 @@ class Proxy:
 
     @property
     def is_socks(self) -> bool:
-        """True if it speaks SOCKS instead of HTTP."""
         return self.url.startswith("socks")
 
 

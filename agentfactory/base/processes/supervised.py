@@ -106,7 +106,6 @@ class Inside:
         self._pipe.close()
 
     def lines(self) -> list[str]:
-        """Return the lines that `watch.tell` has sent since the last call."""
         self._read()
         lines, self._lines = self._lines, []
         return lines

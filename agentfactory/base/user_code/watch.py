@@ -107,7 +107,6 @@ _say: Callable[[str], None] = print_error
 
 
 def say(text: str) -> None:
-    """Tell the user, as `say_by` has chosen."""
     _say(text)
 
 

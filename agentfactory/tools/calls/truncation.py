@@ -79,7 +79,6 @@ class Middle:
         del self._tail[: -self._tail_most]
 
     def text(self) -> str:
-        """Return the text, cut if it was longer."""
         if len(self._head) + len(self._tail) == self._total:
             return (self._head + self._tail).decode("utf-8", "replace")
         return _joined(self._head, self._tail, self._total)

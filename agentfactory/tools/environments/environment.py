@@ -83,7 +83,6 @@ def reward_schema(environment: type[Environment]) -> dict[str, Any]:
 
 
 def is_environment(found: Any) -> TypeGuard[type[Environment]]:
-    """Return whether an object is an Environment class."""
     return isinstance(found, type) and issubclass(found, Environment)
 
 

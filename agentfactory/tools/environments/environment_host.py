@@ -205,7 +205,6 @@ class EnvironmentHost:
             await chain.lease.release(chain.broken)
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the last instance and of the pool."""
         assert self._pool is not None
         own = {} if self._last is None else self._last.gauges()
         return {**own, **self._pool.gauges()}

@@ -110,7 +110,6 @@ class ModelView:
         return cls(Coordinates(given["coordinates"]), None if sizes is None else SizeRule(**sizes))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the inverse of `of`."""
         return {"coordinates": self.coordinates.value, "sizes": None if self.sizes is None else asdict(self.sizes)}
 
     @property
@@ -119,7 +118,6 @@ class ModelView:
 
     @property
     def words(self) -> str:
-        """Description of the coordinate convention, for the model."""
         return _WORDS[self.coordinates]
 
     @property

@@ -65,8 +65,6 @@ class Output(io.TextIOBase):
 
 
 class Bytes(io.RawIOBase):
-    """The `buffer` of an Output."""
-
     def __init__(self, output: Output) -> None:
         self._output = output
 

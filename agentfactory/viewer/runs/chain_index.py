@@ -170,7 +170,6 @@ class Index:
                 self._database.executemany("INSERT INTO used VALUES (?, ?)", [(chain, tool) for tool in tools])
 
     def forget(self, run: str, file: str) -> None:
-        """Drop all rows of a file."""
         with self._lock, self._database:
             chains = "(SELECT id FROM chains WHERE run = ? AND file = ?)"
             self._database.execute(f"DELETE FROM used WHERE chain IN {chains}", (run, file))
@@ -178,7 +177,6 @@ class Index:
             self._database.execute("DELETE FROM chains WHERE run = ? AND file = ?", (run, file))
 
     def note_steps(self, run: str, steps: Sequence[tuple[str, int]]) -> None:
-        """Record the steps that trained these groups."""
         with self._lock, self._database:
             self._database.executemany(
                 "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
@@ -186,12 +184,10 @@ class Index:
             )
 
     def note_version(self, run: str, file: str, version: int) -> None:
-        """Record the version of all chains of a file."""
         with self._lock, self._database:
             self._database.execute("UPDATE chains SET version = ? WHERE run = ? AND file = ?", (version, run, file))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of chains by run."""
         return {
             row["run"]: row["count"] for row in self._read("SELECT run, count(*) AS count FROM chains GROUP BY run")
         }
@@ -315,7 +311,6 @@ class Index:
         return [*rows[:-1], self.line(rows[-1].run, rows[-1].file, rows[-1].byte) or rows[-1]] if rows else []
 
     def left_after(self, chain: int) -> int:
-        """Return the number of chains that were read after this one."""
         return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
 
     def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
@@ -327,7 +322,6 @@ class Index:
             self._database.executemany(wanted, [(search, line.run, line.file, line.byte, place) for place in places])
 
     def drop_search(self, search: int) -> None:
-        """Drop the matches of a search."""
         with self._lock, self._database:
             self._database.execute("DELETE FROM found WHERE search = ?", (search,))
 

@@ -35,11 +35,9 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="viewer-follower", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._wake.set()
         self._thread.join()
@@ -50,7 +48,6 @@ class Follower:
         self._wake.set()
 
     def run(self, run_id: str) -> Run | None:
-        """Return the run with this id, or None."""
         return next((run for run in self.runs if run.id == run_id), None)
 
     def bytes_of(self, line: Line) -> bytes:
@@ -61,7 +58,6 @@ class Follower:
         return read_bytes(run.folder.trajectories / line.file, line.byte, line.length, run.folder.within)
 
     def read_all(self) -> None:
-        """Read everything that exists now."""
         while self.read_some():
             pass
 

@@ -71,7 +71,6 @@ class Query:
         )
 
     def where(self) -> tuple[str, list[Any]]:
-        """Return the SQL condition, without the text search, and its values."""
         parts = ["1"]
         values: list[Any] = []
         for column, value in self.exact.items():
@@ -88,7 +87,6 @@ class Query:
         return f"WHERE {' AND '.join(parts)}", values
 
     def order(self) -> str:
-        """Return the SQL order of the rows."""
         return _ORDERS[self.sort].format("ASC" if self.ascending else "DESC")
 
 

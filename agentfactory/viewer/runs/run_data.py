@@ -71,7 +71,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
         return self.folder.path
 
     def has_data(self) -> bool:
@@ -154,7 +153,6 @@ class Run:
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
-        """Record that a file cannot be read."""
         # name it without folders outside of the run, because an exported page is shared with others
         text = str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", "")
         if isinstance(error, OSError) and isinstance(error.filename, str):
@@ -168,7 +166,6 @@ class Run:
             self.note(problem)
 
     def note(self, problem: str) -> None:
-        """Record a problem to show to the user."""
         if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(problem)
 

@@ -63,7 +63,6 @@ class TextSearches:
         self._lock = threading.Lock()
 
     def get(self, text: str) -> TextSearch:
-        """Return the search for a text."""
         with self._lock:
             if text not in self._kept:
                 self._made += 1

@@ -108,18 +108,15 @@ class AlfWorld(Environment):
         return None if scene is None or scene.won else [scene.observation, scene.admissible]
 
     def release(self) -> None:
-        """End the game."""
         if self._play is not None:
             self._play.close()
         self._play = self._scene = None
         self._steps, self._won, self._type = 0, False, ""
 
     def gauges(self) -> dict[str, float]:
-        """Return the number of subprocesses `started`."""
         return {"started": float(self._engine.started)}
 
     def close(self) -> None:
-        """Release the engine; the last user ends its subprocesses."""
         self.release()
         engine = _engines.release(self._key)
         if engine is not None:

@@ -60,7 +60,6 @@ class Engine:
 
     @property
     def started(self) -> int:
-        """Subprocesses started so far."""
         return self._pool.started
 
     def open(self, game: Path | dict[str, Any]) -> tuple["Play", Scene]:
@@ -85,11 +84,9 @@ class Engine:
             return self._package
 
     def close(self) -> None:
-        """End all processes."""
         self._pool.close()
 
     def pids(self) -> list[int]:
-        """Return the ids of the running processes."""
         return self._pool.pids()
 
 
@@ -105,7 +102,6 @@ class Play:
         self._closed = False
 
     def begin(self, game: str | dict[str, Any]) -> Scene:
-        """Load the game. Raises the errors of `Engine.open`."""
         return self._ask("open", game=game)
 
     def act(self, action: str) -> Scene:
@@ -113,7 +109,6 @@ class Play:
         return self._ask("act", action=action)
 
     def close(self) -> None:
-        """End the game. May be called again."""
         if self._closed:
             return
         self._closed = True

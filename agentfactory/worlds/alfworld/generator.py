@@ -58,12 +58,10 @@ class Package:
 
     @cached_property
     def seen(self) -> list[str]:
-        """The names of the floor plans for training."""
         return [plan for plan in self.tables["floor_plans"] if plan not in self.unseen]
 
     @cached_property
     def unseen(self) -> list[str]:
-        """The names of the floor plans that never occur in training."""
         return [plan for plan in self.tables["floor_plans"] if plan in self.tables["unseen"]]
 
 
@@ -92,7 +90,6 @@ class Game:
 
     @property
     def walkthrough(self) -> list[str]:
-        """The actions of a solution."""
         return self.content["walkthrough"]
 
 

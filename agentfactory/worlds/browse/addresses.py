@@ -130,5 +130,4 @@ class CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the underlying resolver."""
         await self._resolver.close()

@@ -65,7 +65,6 @@ class Database:
             self._connection.execute("COMMIT")
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._connection.close()
 

@@ -88,7 +88,6 @@ class Fetcher:
         raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")
 
     async def close(self) -> None:
-        """Close all connections."""
         for session in self._opened.values():
             await session.close()
 

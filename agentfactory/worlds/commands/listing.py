@@ -39,7 +39,6 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def list_worlds(as_json: bool, say: Callable[[str], None]) -> None:
-    """Say what is installed."""
     if as_json:
         say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
         return
@@ -243,7 +242,6 @@ def default_words(field: FieldInfo) -> str:
 
 
 def docstring_of(documented: type) -> str:
-    """Return a docstring as one line."""
     return " ".join(inspect.cleandoc(documented.__doc__ or "").split())
 
 

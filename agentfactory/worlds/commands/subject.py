@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """The entry in one line."""
         of = f" (tasks of {self.world})" if self.world and self.world != self.name else ""
         needs = f"; needs {', '.join(self.needs)}" if self.needs else ""
         lack = f"; missing: {self.missing}" if self.missing else ""

@@ -26,7 +26,6 @@ _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of each action."""
     for name, action in add_actions(command, _ACTIONS):
         if name in ("list", "show"):
             action.add_argument("--json", action="store_true", help="print JSON")

@@ -93,7 +93,6 @@ class Way:
     f: float = 0.0
 
     def of(self, point: Point) -> Point:
-        """Map a point."""
         x, y = point
         return self.a * x + self.b * y + self.c, self.d * x + self.e * y + self.f
 
@@ -124,8 +123,6 @@ class Step(ABC):
 
 @dataclass(frozen=True)
 class Crop(Step):
-    """A crop to a part of the image."""
-
     box: PixelBox
 
     def apply(self, image: Image.Image) -> Image.Image:
@@ -270,7 +267,6 @@ class Picture:
 
     @property
     def size(self) -> Size:
-        """Width and height in pixels."""
         return self._size or self.pixels().size
 
     @property

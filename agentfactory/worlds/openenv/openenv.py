@@ -38,7 +38,6 @@ class OpenEnv(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if a package is missing."""
         check_extra("openenv")
 
     async def reset(self, openenv: dict[str, Any], seed: int, **task: Any) -> Any:
@@ -83,13 +82,11 @@ class OpenEnv(Environment):
         return None if self._episode is None or self._episode.ended else self._episode.anchor
 
     async def release(self) -> None:
-        """End the episode's session."""
         if self._episode is not None:
             session, self._episode = self._episode.session, None
             await session.close()
 
     async def close(self) -> None:
-        """End the episode's session."""
         await self.release()
 
 

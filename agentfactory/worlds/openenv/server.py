@@ -43,8 +43,6 @@ class RefusedAction(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """The answer to a reset or a step."""
-
     observation: dict[str, Any]
     reward: float | None
     done: bool

@@ -125,7 +125,6 @@ def shown(observation: dict[str, Any], names: Sequence[str] | None, of_call: boo
 
 
 def digest(observation: dict[str, Any]) -> str:
-    """Return a digest of an observation without its metadata."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     return blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 

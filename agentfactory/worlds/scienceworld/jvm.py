@@ -53,8 +53,6 @@ def _java() -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an action."""
-
     observation: str
     score: int
     """From 0 to 100; -100 if the task has failed."""
@@ -147,7 +145,6 @@ class Jvm:
 
     @property
     def loss(self) -> str:
-        """The reason why the process has ended."""
         status = self._process.poll()
         if status == _OUT_OF_MEMORY:
             return f"Java needed more than {self._heap_mb} MiB; raise heap_mb, or lower games_per_jvm"
@@ -264,7 +261,6 @@ class Game:
         return self.jvm.call(self, function)
 
     def description(self) -> str:
-        """Return the task description."""
         return self._call(self.engine.getTaskDescription)
 
     def look(self) -> str:
@@ -272,8 +268,6 @@ class Game:
         return self._call(self.engine.freeActionLook)
 
     def step(self, action: str) -> Step:
-        """Take an action."""
-
         def step() -> Step:
             observation, engine = self.engine.step(action), self.engine
             score = round(100 * engine.getScore())
@@ -328,6 +322,5 @@ class Play:
         self.game = game
 
     def end(self) -> None:
-        """Release the game."""
         self.game.close()
         self._pool.leave(self._place)

@@ -73,7 +73,6 @@ class ScienceWorld(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if Java or the engine is missing."""
         check_engine()
 
     def reset(self, task: str, variation: int, simplifications: str | None = None, **row: Any) -> str:
@@ -153,7 +152,6 @@ class ScienceWorld(Environment):
         return self._jvms.gauges()
 
     def close(self) -> None:
-        """Release the Java processes, which end with their last user."""
         self.release()
         if (jvms := _pools.release(self._key)) is not None:
             jvms.close()

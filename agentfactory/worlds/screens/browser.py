@@ -97,7 +97,6 @@ class Browser:
             raise
 
     async def close(self) -> None:
-        """Close Chromium."""
         while self._work:
             await asyncio.wait(self._work)
         if self._running is not None:

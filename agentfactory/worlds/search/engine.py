@@ -72,7 +72,6 @@ class Budget:
             connection.execute("INSERT OR REPLACE INTO spending VALUES (?, ?, ?)", (self._name, calls, cost))
 
     def spent(self) -> Spending:
-        """Return the calls and the cost so far."""
         with self._database.reading() as connection:
             return self._read(connection)
 

@@ -73,11 +73,9 @@ class RetrievalClient:
             ) from None
 
     async def open(self, id: str) -> str | None:
-        """Return None: the protocol cannot open documents."""
         return None
 
     async def close(self) -> None:
-        """Close the connections; the next request opens new ones."""
         if self._loop is not None:
             self._loop = None
             await self._session.close()
@@ -160,7 +158,6 @@ class IndexSource:
         return None
 
     async def close(self) -> None:
-        """Stop the threads after their current searches."""
         self._threads.shutdown(wait=False)
 
     def _search(self, query: str, count: int) -> list[Passage]:
@@ -203,7 +200,6 @@ class SharedSource:
         return await self.source.open(id)
 
     async def close(self) -> None:
-        """Cancel running searches and close the source."""
         searches = list(self._found.values())
         for search in searches:
             search.cancel()

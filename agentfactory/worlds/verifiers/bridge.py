@@ -27,7 +27,6 @@ class Refused(Exception):
 
 
 def main() -> None:
-    """Run the process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # environments that print would mix their output with the answers
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))

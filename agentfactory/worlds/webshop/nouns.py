@@ -48,7 +48,6 @@ def _spacy_tagger(model: str) -> NounTagger:
 
 
 def small_tagger() -> NounTagger:
-    """Return the tagger that needs no package."""
     return NounTagger("agentfactory 1", _words_but_others)
 
 

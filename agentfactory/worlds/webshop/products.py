@@ -42,12 +42,10 @@ class Product(msgspec.Struct, frozen=True):
 
     @property
     def price_tag(self) -> str:
-        """The price in the form shown on pages."""
         return " to ".join(f"${price}" for price in self.prices)
 
     @property
     def index_text(self) -> str:
-        """The text indexed for search: title, description, first bullet point and options."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
