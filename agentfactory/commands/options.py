@@ -93,10 +93,7 @@ _EXAMPLES = {
         "train recipe.yaml --dry-run",
         "train recipe.yaml --resume",
     ],
-    "serve": [
-        "serve recipe.yaml server.port=8000",
-        "serve runs/quickstart/recipe.yaml --chat",
-    ],
+    "serve": ["serve recipe.yaml server.port=8000", "serve runs/quickstart/recipe.yaml --chat"],
     "rollout": ["rollout recipe.yaml data.limit=20"],
     "eval": [
         "eval recipe.yaml --samples 8",

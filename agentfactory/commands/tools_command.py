@@ -137,7 +137,6 @@ async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
 
 
 async def _prompt(recipe: Recipe, images: Path) -> None:
-    # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     try:

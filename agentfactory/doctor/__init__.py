@@ -97,7 +97,6 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
             yield from _safely(subject, check)
     yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
     if coordinates and stages:
-        # takes a while to import
         from agentfactory.doctor.coordinate_checks import check_coordinates
 
         yield from _safely("coordinates", partial(check_coordinates, stages[-1]))

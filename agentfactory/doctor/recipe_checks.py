@@ -116,7 +116,6 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
     """Check that chat template and network are usable; report the tool-call format, its rows, and the first prompt."""
-    # imported here, because they import transformers
     from agentfactory.placement.meta_model import check_model
     from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
 
@@ -144,7 +143,6 @@ def has_tasks(recipe: Recipe) -> bool:
 
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
     """Begin a chain on the first task, and show its first prompt and a sample call, both shortened."""
-    # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     assert recipe.data is not None
@@ -214,7 +212,6 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
-    # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
     from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, SyncError
 
@@ -251,7 +248,6 @@ def _judge_server(
 
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
-    """Check that models and datasets with hub names are available, as a run does."""
     for wanted in hub_names(recipe, "train"):
         here = "is in the cache" if is_downloaded(wanted.name, wanted.kind) else "is not here; it can be downloaded"
         try:

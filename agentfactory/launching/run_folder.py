@@ -83,7 +83,6 @@ class RunFolder:
         return folder
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl; it can be read immediately."""
         append(self.metrics, json.dumps(metrics, ensure_ascii=False) + "\n")
         if self.on_log:
             self.on_log(metrics)

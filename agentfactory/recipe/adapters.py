@@ -63,7 +63,12 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
         _continue(lora, shape)
         if lora["merge"] is False:
             _check_equal(lora, shape, f"the adapter of stage {before.name}", stage)
-            _check_vision(stage, before)
+            train = stage.data.get("train")
+            vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
+            if (vision != "frozen") != before.train.trains_vision:
+                trained, source = before.train.vision, stage.origin("train.vision")
+                problem = f"got {short(vision)}, and stage {before.name} trained its adapter with {trained!r}"
+                raise SettingError("train.vision", problem, f"set the same, or {_MERGE}", source=source)
             lora["from"], model["path"] = model["path"], before.model.path
             # another precision of the base would change the network
             lora.setdefault("quantization", adapter.quantization)
@@ -191,15 +196,6 @@ def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, 
         problem = f"got {short(got)}, and {where} has {short(shape[name])}"
         fix = f"leave it out to continue that adapter, or {_MERGE}"
         raise SettingError(field, problem, fix, source=stage.origin(field) if stage else "")
-
-
-def _check_vision(stage: Composed, before: Recipe) -> None:
-    """Raise SettingError if one of the stages has adapters in the vision tower, and the other has none."""
-    train = stage.data.get("train")
-    vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
-    if (vision != "frozen") != before.train.trains_vision:
-        problem = f"got {short(vision)}, and stage {before.name} trained its adapter with {before.train.vision!r}"
-        raise SettingError("train.vision", problem, f"set the same, or {_MERGE}", source=stage.origin("train.vision"))
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:

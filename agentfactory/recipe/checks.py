@@ -242,7 +242,6 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
             check_texts(tasks, section)
     Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
-        # imported here, because it imports transformers
         from agentfactory.rollout.groups.teacher_context import check_answers
 
         check_answers("answer", tasks)

@@ -13,7 +13,7 @@ from typing import Any
 from agentfactory.base.config import leaves
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
-from agentfactory.recipe.choices import CHOICES, chosen, has_option, places, value_at
+from agentfactory.recipe.choices import CHOICES, chosen, places, value_at
 from agentfactory.recipe.removed_fields import complete_saved
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
@@ -52,8 +52,8 @@ class Composed:
 
     def _drop_options(self, path: str, before: str, source: str) -> None:
         options, types = value_at(self.data, f"{path}.options"), CHOICES[path].options_type
-        both_own = types(before) is None and types(chosen(self.data, path)) is None
-        if both_own or not isinstance(options, dict):
+        kind = types(chosen(self.data, path))  # None: a user's own component
+        if (types(before) is None and kind is None) or not isinstance(options, dict):
             return
         for name in [*options]:
             mine = any(
@@ -61,7 +61,7 @@ class Composed:
                 for leaf in self.origins
                 if f"{leaf}.".startswith(f"{path}.options.{name}.")
             )
-            if not mine and not has_option(self.data, path, name):
+            if not mine and (kind is None or name not in kind.model_fields):
                 del options[name]
 
     def origin(self, name: str) -> str:

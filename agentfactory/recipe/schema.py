@@ -78,7 +78,6 @@ class StagedRecipe(_WholeRecipe):
 
 
 def updated(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    """Return a copy with other settings in a section, which are not validated."""
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
 
 

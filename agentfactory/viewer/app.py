@@ -187,7 +187,6 @@ class _Answers:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """Return the names of all metrics, in order of first appearance."""
     # the reading thread only appends lines, so iterating over a copy is safe
     return list(dict.fromkeys(name for run in runs for line in list(run.lines) for name in line))
 

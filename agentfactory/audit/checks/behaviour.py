@@ -36,7 +36,7 @@ class ToolCallCheck(Check):
         self._errors: Counter[str] = Counter()
         self._answers: dict[str, Counter[str]] = {}
         self._arguments: dict[str, set[str]] = {}
-        self._unanswered, self._unoffered = Places(), Places()
+        self._unanswered = Places()
         self._repeats = self._after_error = 0
         self._first: dict[str, Evidence] = {}
 

@@ -119,12 +119,6 @@ class ChainAccount:
         self.waited += wait
         return wait
 
-    def readmit(self, now: float) -> ToolResult | None:
-        """Check a call that has waited until `now`. Return its refusal if it can no longer begin, else None."""
-        if self.stopped is not None:
-            return self._refuse_late()
-        return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
-
     def begin(self, now: float) -> float | None:
         """Note that a call begins; return the seconds of `tool_seconds` that are left (None: no limit)."""
         left = None if self.config.tool_seconds is None else self.config.tool_seconds - self._seconds_until(now)
@@ -179,7 +173,6 @@ class ChainAccount:
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics of limits, including zeros."""
         breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
         return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
 
@@ -237,8 +230,10 @@ class ChainLimits(ChainAccount):
             return admitted
         if admitted:
             await asyncio.sleep(admitted)
-            if refused := self.readmit(time.monotonic()):
-                return refused
+            if self.stopped is not None:
+                return self._refuse_late()
+            if self._is_time_over(time.monotonic()):
+                return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER)
         started = time.monotonic()
         left = self.begin(started)
         try:

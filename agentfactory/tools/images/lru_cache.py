@@ -30,7 +30,6 @@ class ByteCache(Generic[Key, Value]):
         self.nbytes -= self._values.pop(key, (None, 0))[1]
 
     def put(self, key: Key, value: Value, nbytes: int = 1) -> None:
-        """Cache a value, in place of an earlier one with this key."""
         self.drop(key)
         self._values[key] = value, nbytes
         self.nbytes += nbytes

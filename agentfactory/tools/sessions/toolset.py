@@ -133,7 +133,6 @@ class Toolset:
         return any("prediction" in properties_of(schema) for schema in rewards)
 
     def takes(self, field: str) -> bool:
-        """Return whether a reset declares this field of a task."""
         resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
         return any(field in properties_of(schema) for schema in resets)
 

@@ -293,7 +293,6 @@ class Index:
         return next((dict(row) for row in self._read(wanted, (run, value))), None) if value else None
 
     def chains_of(self, run: str, file: str, byte: int) -> list[dict[str, Any]]:
-        """Return the chains of one group, in order."""
         wanted = f"SELECT {_LISTED} FROM chains WHERE run = ? AND file = ? AND byte = ? ORDER BY place"
         return [dict(row) for row in self._read(wanted, (run, file, byte))]
 
@@ -314,7 +313,6 @@ class Index:
         return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
 
     def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
-        """Record the chains of a line that match a text search."""
         wanted = (
             "INSERT OR IGNORE INTO found SELECT ?, id FROM chains WHERE run = ? AND file = ? AND byte = ? AND place = ?"
         )

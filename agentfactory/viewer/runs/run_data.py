@@ -74,7 +74,6 @@ class Run:
         return self.folder.path
 
     def has_data(self) -> bool:
-        """Return whether there is anything to show."""
         return os.path.lexists(self.folder.metrics) or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
@@ -115,7 +114,8 @@ class Run:
         except FileNotFoundError:
             return  # the run is deleting checkpoints: the next call finds out
         if seen != self._checkpoints_seen:
-            self.note_recipe()
+            if (problem := self._recipe.problem()) is not None:
+                self.note(problem)
             metric = self._setting("train", "keep_best")
             self.best = find_best(found, metric, self.folder.within)
             self.supervised = self._setting("train", "algorithm") == "sft"
@@ -158,12 +158,6 @@ class Run:
         if isinstance(error, OSError) and isinstance(error.filename, str):
             text = text.replace(error.filename, Path(error.filename).name)
         self.note(text)
-
-    def note_recipe(self) -> None:
-        """Record the problem if the recipe cannot be read."""
-        problem = self._recipe.problem()
-        if problem is not None:
-            self.note(problem)
 
     def note(self, problem: str) -> None:
         if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:

@@ -60,7 +60,6 @@ def read_bytes(path: Path, offset: int, length: int, within: Path) -> bytes:
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and arguments of each call in a message."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         yield str(function.get("name", "")), function.get("arguments")

@@ -49,11 +49,7 @@ class AlfWorld(Environment):
         python: str | None = None,
     ) -> None:
         count = (os.cpu_count() or 1) if processes is None else processes
-        for name, value in (
-            ("max_steps", max_steps),
-            ("processes", count),
-            ("games_per_process", games_per_process),
-        ):
+        for name, value in (("max_steps", max_steps), ("processes", count), ("games_per_process", games_per_process)):
             if type(value) is not int or value < 1:
                 raise SettingError(name, f"got {value!r}", "give a whole number from 1")
         published = None if data is None else PublishedGames(data)

@@ -91,8 +91,6 @@ class Engine:
 
 
 class Play:
-    """One game that is being played."""
-
     _numbers = itertools.count()
 
     def __init__(self, pool: "Pool[_Process]") -> None:

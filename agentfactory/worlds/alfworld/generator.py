@@ -53,7 +53,6 @@ class Package:
         self.lamps = tables["affords"]["Toggleable"]
 
     def holds(self, receptacle: str, thing: str) -> bool:
-        """Return whether receptacles of this type may hold objects of this type."""
         return thing in self.tables["holds"].get(receptacle, ())
 
     @cached_property
@@ -75,7 +74,6 @@ class Room:
     places: dict[str, str] = field(default_factory=dict)
 
     def of_type(self, kind: str) -> list[str]:
-        """Return the ids of the receptacles or objects of a type."""
         return [name for name, its in (self.receptacles | self.things).items() if its == kind]
 
 

@@ -26,13 +26,7 @@ from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
-from agentfactory.worlds.commands.subject import (
-    catalogue,
-    describe,
-    first_line,
-    sources_of,
-    world_and_source,
-)
+from agentfactory.worlds.commands.subject import catalogue, describe, first_line, sources_of, world_and_source
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

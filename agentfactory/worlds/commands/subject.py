@@ -93,7 +93,6 @@ def first_line(documented: Any) -> str:
 
 
 def catalogue() -> Iterator[Entry]:
-    """Yield every installed world and task source, by name."""
     for kind, group in (("world", WORLDS), ("tasks", SOURCES)):
         for name, place in registered(group).items():
             yield describe(kind, name, place)

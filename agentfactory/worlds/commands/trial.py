@@ -45,7 +45,6 @@ class RandomCalls:
         self._words: list[str] = []
 
     def see(self, text: str) -> None:
-        """Take the words of an observation."""
         self._words = list(dict.fromkeys([*_BRACKETED.findall(text), *re.findall(r"\w+", text)]))
 
     def draw(self) -> tuple[str, dict[str, Any]]:

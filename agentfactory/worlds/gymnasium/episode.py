@@ -95,7 +95,6 @@ class Episode:
         }
 
     def reset(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Begin an episode; see `check`."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         options = {**settings["options"]}

@@ -182,8 +182,6 @@ Direction = Literal["left_right", "top_bottom"]
 
 @dataclass(frozen=True)
 class Flip(Step):
-    """A mirror image."""
-
     direction: Direction
 
     def apply(self, image: Image.Image) -> Image.Image:
@@ -247,7 +245,6 @@ class Picture:
             self._key = str(path.absolute()), status.st_mtime_ns, status.st_size
 
     def changed(self, step: Step) -> "Picture":
-        """Return the picture derived by one more step."""
         after = copy(self)
         after._before, after._steps, after._size = self, (*self._steps, step), None
         return after
@@ -278,7 +275,6 @@ class Picture:
 
     @property
     def first(self) -> "Picture":
-        """The original image, before all steps."""
         return self if self._before is None else self._before.first
 
     def box_in_first(self) -> list[float]:

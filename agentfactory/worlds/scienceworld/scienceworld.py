@@ -169,12 +169,8 @@ class ScienceWorld(Environment):
 
 def in_brief(actions: Sequence[str]) -> list[str]:
     """Summarize the two-object actions of each verb in one line; keep the order."""
-    return list(dict.fromkeys(map(_brief, actions)))
-
-
-def _brief(action: str) -> str:
-    between, brief = _WITH_TWO_OBJECTS.get(action.split(" ")[0], ("", ""))
-    return brief if brief and between in action else action
+    found = ((action, *_WITH_TWO_OBJECTS.get(action.split(" ")[0], ("", ""))) for action in actions)
+    return list(dict.fromkeys(brief if brief and between in action else action for action, between, brief in found))
 
 
 def scienceworld_tasks(

@@ -52,7 +52,6 @@ class Corpus:
     def _data_set(self) -> Iterator[tuple[str, Any]]:
         if is_hub_name(self._path):
             check_names([HubName("corpus", self._path, "dataset")])
-        # takes seconds to import
         import datasets
 
         try:

@@ -72,7 +72,8 @@ def build_index(
     """
     if folder.exists():
         raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
-    check_language(language)
+    if language is not None and language not in _LANGUAGES:
+        raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
     # reads the first passage before anything is created: an unreadable corpus leaves nothing behind
     passages = iter(passages)
     first = list(islice(passages, 1))
@@ -198,12 +199,6 @@ class LocalIndex:
         stored: dict[str, list[Any]] = self._searcher.doc(address).to_dict()
         url = stored.get("url", [None])[0]
         return Passage(stored["id"][0], bytes(stored["contents"][0]).decode(), score, url)
-
-
-def check_language(language: str | None) -> None:
-    """Raise SettingError if there is no stemmer for this language."""
-    if language is not None and language not in _LANGUAGES:
-        raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
 
 
 def _open_terms(folder: Path, language: str | None) -> tantivy.Index:

@@ -17,8 +17,6 @@ _SHUFFLE_SEED = 233
 
 
 class GoalKind(StrEnum):
-    """The source of the goals."""
-
     HUMAN = "human"
     """Human-written instructions: items_human_ins.json."""
     SYNTHETIC = "synthetic"

@@ -33,7 +33,7 @@ def load_tagger() -> NounTagger:
     for model in _MODELS:
         if importlib.util.find_spec("spacy") is not None and importlib.util.find_spec(model) is not None:
             return _spacy_tagger(model)
-    return small_tagger()
+    return NounTagger("agentfactory 1", _words_but_others)
 
 
 def _spacy_tagger(model: str) -> NounTagger:
@@ -45,10 +45,6 @@ def _spacy_tagger(model: str) -> NounTagger:
         return [token.text.lower() for token in parse(title) if token.pos_ in ("NOUN", "PROPN")]
 
     return NounTagger(f"spacy {spacy.__version__}, {model} {parse.meta['version']}", find)
-
-
-def small_tagger() -> NounTagger:
-    return NounTagger("agentfactory 1", _words_but_others)
 
 
 def _words_but_others(title: str) -> list[str]:

@@ -17,8 +17,6 @@ _NO_RATING = "Rating: N.A."
 
 
 class Page(StrEnum):
-    """The kind of page that a shopper is on."""
-
     SEARCH = "search"
     RESULTS = "results"
     ITEM = "item"
