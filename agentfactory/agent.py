@@ -48,7 +48,6 @@ class AgentResult:
 
     @property
     def answers(self) -> list[str]:
-        """The last assistant message of each chain."""
         return [prediction_of(trajectory) for trajectory in self.trajectories]
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """An invalid `field` (dotted; "" if `problem` names it) of a recipe or command, with the `fix`, and the file or
-    command line that is its `source` ("": unknown)."""
+    """An invalid `field` (dotted; "" if `problem` names it), with the `fix` and its `source`: a file or command."""
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
         self.field, self.problem, self.fix, self.source = field, problem, fix, source

@@ -116,7 +116,6 @@ def existing(folder: Path) -> Path:
 
 
 def check_open_files(chains: int = _CHAINS) -> Iterator[Finding]:
-    """Check that a process may open the files of `chains` at a time, as the run does."""
     try:
         connections.check_open_files(chains)
         yield ok("open files", f"a process may have {connections.raise_open_files() or 'any number'}")

@@ -54,7 +54,6 @@ def starts_server(recipe: Recipe) -> bool:
 
 
 def check_output(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the run folder is new, and its disk has room for the checkpoints."""
     if recipe.output.is_dir() and any(recipe.output.iterdir()):
         fix = "continue it with --resume, replace it with --overwrite, or output=OTHER"
         yield warning("run folder", f"{recipe.output} already exists", fix)
@@ -164,7 +163,6 @@ def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
-    """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]
     if planned is None:
         yield ok("memory", f"it is planned once {recipe.model.path} exists")

@@ -136,8 +136,7 @@ class StagePlan:
         return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
     def assignment(self, url: str | None, plan: TimePlan | str = "") -> Assignment:
-        """Return the input of the trainer's processes; `url` is the address of their server, `plan` the planned
-        time."""
+        """Return the input of the trainer's processes; `url` is their server, `plan` the planned time."""
         assert self.assigned is not None
         recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
         return Assignment(recipe, self.checkpoint, plan if isinstance(plan, TimePlan) else None)
@@ -178,7 +177,6 @@ class RunPlan:
         return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
     def describe(self) -> Iterator[str]:
-        """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
         if self.prepare is not None:
             yield f"prepare: {self.prepare}"
         for stage, needs in zip(self.stages, self.times(), strict=True):
@@ -203,7 +201,6 @@ class RunPlan:
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
-    """Yield human-readable lines about the memory that the recipe's processes take."""
     unknown = [f"its memory is planned once {recipe.model.path} exists"]
     for line in unknown if placement is None else placement.describe():
         yield f"{recipe.name}: {line}"

@@ -75,7 +75,6 @@ def check_teacher_answers(recipe: Recipe) -> None:
 
 
 def check_tools_open(recipe: Recipe) -> None:
-    """Open the recipe's tools, and close them. Raises SettingError."""
     check_open_files(recipe.most_chains(recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):

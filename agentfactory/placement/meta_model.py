@@ -35,8 +35,7 @@ SHAPES = Path(__file__).with_name("shapes")
 
 
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
-    """Load the configuration of a model's folder, or of a hub name: from the hub, earlier downloads, or `SHAPES`, which
-    the second value, a note, tells. Raises ValueError."""
+    """Load a model's configuration from its folder, the hub, or with a note from `SHAPES`. Raises ValueError."""
     # the hub's own client retries for half a minute
     offline = is_hub_name(path) and not hub_answers(path)
     try:

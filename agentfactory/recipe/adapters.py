@@ -199,7 +199,6 @@ def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, 
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run's folder, of its stages, or of its folder of checkpoints."""
     folders = (folder, *folder.glob("checkpoints"), *folder.glob("*/checkpoints"))
     return [found for each in folders if each.is_dir() for found in checkpoints(each)]
 

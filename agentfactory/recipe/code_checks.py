@@ -27,7 +27,6 @@ from agentfactory.tools.tool import is_tool
 
 
 def check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
-    """Check that the programs of MCP servers and of the agent exist, and their folders."""
     for key, server in recipe.mcp_servers.items():
         folder = Path(server.cwd or ".")
         if "${chain}" in str(folder):

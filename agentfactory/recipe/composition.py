@@ -177,7 +177,6 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
 
 
 def override(composed: Composed, name: str, value: Any) -> None:
-    """Set one dotted field. Paths on the command line are relative to the current folder."""
     *parents, last = name.split(".")
     section: Any = composed.data
     for depth, key in enumerate(parents, 1):

@@ -42,8 +42,7 @@ _EXIT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
-    """Parse the command line `arguments` (None: those of this process) and serve; `prog` is the command's name in usage
-    messages. Exit with status 2 and the reason if something cannot be served."""
+    """Serve by the command line `arguments` of the command `prog`. Exit with status 2 if something cannot be served."""
     parser = command_line(prog)
     options = parser.parse_args(arguments)
     for option in ("idle_seconds", "api_key_env") if options.http is None else ():
@@ -153,8 +152,7 @@ def _exit_with_parent(stdin: int) -> None:
 
 
 def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -> None:
-    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError if the port cannot be
-    used, or the key is missing or cannot be stored for clients."""
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for port or key."""
     parent_watch.follow_parent()
     listener = listen("127.0.0.1", port, "--http")
     # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired

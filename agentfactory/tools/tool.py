@@ -100,7 +100,6 @@ def tool(function: Function) -> Function:
 
 
 def is_tool(value: object) -> bool:
-    """Return whether `value` is a function or bound method marked by `@tool`."""
     return inspect.isroutine(value) and isinstance(getattr(value, "spec", None), ToolSpec)
 
 

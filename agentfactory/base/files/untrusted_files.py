@@ -366,8 +366,7 @@ def _removed(folder: Path) -> list[str]:
     prefix, numbers = f".{secrets.token_hex(8)}-", itertools.count()
 
     def clear(name: str) -> list[str]:
-        """Remove a folder of `top`, or the files of `top` itself. Move its folders to `top`, which keeps paths short
-        and lets them be removed in parallel; return their names there."""
+        """Remove a folder of `top`, or its files. Move its folders to `top`, for short paths; return their names."""
         below: list[str] = []
         try:
             opened = os.open(name, _FOLDER, dir_fd=top)

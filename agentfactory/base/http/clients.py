@@ -1,5 +1,4 @@
-"""Sessions of requests to other servers, and their answers within a bound. Callers pass `allow_redirects=False`:
-another server would get the request's body and key."""
+"""Sessions of requests and their bounded answers. Callers follow no redirect, which would give away body and key."""
 
 from typing import Any
 

@@ -67,8 +67,6 @@ class _Refusing(asyncio.Protocol):
 
 
 class OnLoss:
-    """A protocol with a callback for the loss of its connection."""
-
     def __init__(self, protocol: asyncio.BaseProtocol, left: Callable[[Exception | None], None]) -> None:
         self._protocol, self._left = protocol, left
 

@@ -36,8 +36,7 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """Return the proxy for requests to `url`; None for servers on this machine and hosts in NO_PROXY. Raises
-    SettingError if the variable holds no address of a proxy, or the library for SOCKS is missing."""
+    """Return the proxy for requests to `url`; None for this machine and hosts in NO_PROXY. Raises SettingError."""
     parts = urlsplit(url)
     found = next(filter(None, map(_variable, (f"{parts.scheme}_proxy", "all_proxy"))), None)
     if found is None or parts.hostname is None or _spared(parts.hostname, parts.port):

@@ -34,8 +34,7 @@ def key_file(host: str, port: int) -> Path:
 
 @contextmanager
 def published_key(host: str, port: int) -> Iterator[str]:
-    """Generate a key for the server at `host` and `port`, and keep it in its file during the context. Raises
-    SettingError if another user could read the folder."""
+    """Keep a new key for the server at `host` and `port` in its file during the context. Raises SettingError."""
     file = key_file(host, port)
     with suppress(FileExistsError):
         file.parent.mkdir(mode=0o700)

@@ -112,8 +112,7 @@ def _tell(text: str) -> None:
 
 @functools.cache
 def measured() -> Speed:
-    """Return the result of `measure`, which stays in the user's cache folder. Raises SettingError if torch cannot be
-    imported."""
+    """Return the result of `measure`, kept in the user's cache folder. Raises SettingError if torch fails to import."""
     # without torch, a home or a folder to write to, nothing is kept
     with suppress(OSError, RuntimeError, ValueError, TypeError, ImportError):
         return TypeAdapter(Speed).validate_json(_kept().read_bytes())

@@ -25,8 +25,7 @@ def environment() -> dict[str, str]:
 
 
 def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None) -> Any:
-    """Run a module of ours that follows this process, so that this one need not import torch; return the JSON that it
-    prints last. Raises RuntimeError with the last line of its errors."""
+    """Run a module of ours, which may import torch; return the JSON that it prints last. Raises RuntimeError."""
     env = {**os.environ, **environment(), **(env or {})}
     done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:

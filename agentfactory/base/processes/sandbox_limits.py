@@ -25,7 +25,6 @@ class SandboxUnavailable(ToolInfrastructureError):
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Raise ValueError if the setting `name` has a value outside of its range."""
     if not least <= value <= most:
         raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
 

@@ -35,7 +35,6 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
 
 
 def user_folders() -> list[str]:
-    """Return the folders of user code, in the order in which they were added."""
     return [*_folders]
 
 

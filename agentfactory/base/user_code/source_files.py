@@ -14,8 +14,7 @@ _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh")
 
 
 def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Path] = ()) -> dict[Path, str]:
-    """Return the existing files of code in the values `named` (field -> value), with the field that names each, and the
-    files that they import, with the importing file."""
+    """Return the files of code in the values `named` (field -> value), and what they import, with who names each."""
     found: dict[Path, str] = {}
     for field, value in named.items():
         for text in _texts(value):

@@ -208,8 +208,7 @@ class ChainLimits(ChainAccount):
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of a turn concurrently, each by `call` within the given seconds; if one raises, cancel the
-        others."""
+        """Run a turn's calls concurrently, each by `call` within the given seconds; one that raises ends the others."""
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
         tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]

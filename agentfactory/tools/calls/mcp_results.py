@@ -86,8 +86,7 @@ def failure(kind: CallError, text: str) -> CallToolResult:
 
 
 def content_of(result: CallToolResult) -> Content:
-    """Return a result's content for the model: text, or text and image parts. What models cannot read becomes a marker;
-    structured content that stands alone becomes JSON."""
+    """Return a result's content for the model, with markers for what it cannot read, or structured content as JSON."""
     parts = [_part(block) for block in result.content]
     structured = result.structured_content
     is_blank = all(part["type"] == "text" and not part["text"].strip() for part in parts)

@@ -71,7 +71,6 @@ class Middle:
         self._total = 0
 
     def add(self, piece: bytes) -> None:
-        """Add the next piece of the text, in UTF-8."""
         self._total += len(piece)
         room = self._head_most - len(self._head)
         self._head += piece[:room]

@@ -1,5 +1,4 @@
-"""Pools of instances, each of which serves one chain at a time. All work on them runs in the pool's tasks, so
-cancelling a chain never loses an instance."""
+"""Pools of instances, each for one chain at a time. Tasks of the pool do all work, so cancelling loses no instance."""
 
 import asyncio
 import logging

@@ -59,7 +59,6 @@ class ChainProgram:
 
 
 async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that copies or removes folders, off the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
 
 
@@ -69,7 +68,6 @@ def make_folder() -> Path:
 
 
 def give_to_sandbox(folder: Path) -> None:
-    """Give the sandbox user ownership of a folder with everything in it."""
     if (user := sandbox_user()) is None:
         return
     os.chown(folder, user, user)

@@ -36,8 +36,7 @@ class SizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return an image's (width, height) for the model: multiples of `token`, an area within the bounds, nearly the
-        same aspect ratio. Raises ValueError."""
+        """Return an image's (width, height) for the model: multiples of `token` within bounds. Raises ValueError."""
         tried = [self._fitted(width, height)]
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*tried[-1])) != tried[-1]:

@@ -110,7 +110,6 @@ class ToolServer:
             self._pool = Pool(f"tool server {self.name}", make, self.config.pool)
 
     async def close(self) -> None:
-        """Close all connections and end all processes that were started here."""
         if self._pool is not None:
             await self._pool.close()
         for connection in filter(None, (*self._first, self._shared)):

@@ -115,7 +115,6 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """True if the server is connected, as far as is known."""
         return self._client.done() and not self._failure and not self._closing
 
     async def call(

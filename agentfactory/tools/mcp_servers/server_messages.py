@@ -114,7 +114,6 @@ def servers_own(error: MCPError) -> bool:
 
 
 def error_data(error: MCPError) -> Any:
-    """Return the data that a server sent with its error."""
     data = error.error.data
     return data.get(_SERVERS_OWN) if isinstance(data, dict) and _SERVERS_OWN in data else data
 

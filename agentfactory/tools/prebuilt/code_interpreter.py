@@ -135,7 +135,6 @@ class CodeInterpreter(Environment):
             self._renew()
 
     async def healthy(self) -> bool:
-        """Return False if the next chain's sandbox could not be started."""
         return self._starting is None or not self._starting.done() or self._starting.exception() is None
 
     async def close(self) -> None:

@@ -104,8 +104,7 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 
 
 def program(machine: str = platform.machine(), processes: bool = False) -> bytes:
-    """Return the filter for `machine`, an array of struct sock_filter. `processes`: True to allow new processes and
-    sockets. Raises KeyError if `machine` is not in `MACHINES`."""
+    """Return the filter, of struct sock_filter; `processes` allows new ones and sockets. Raises KeyError."""
     arch, numbers, further = MACHINES[machine]
     allowed = {name: number for name, number in numbers.items() if name not in SPECIAL}
     if processes:

@@ -80,8 +80,7 @@ class Sandbox:
 
     @classmethod
     async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
-        """Wait until a started sandbox answers. Raises SandboxUnavailable if this machine cannot run one, ValueError if
-        a package in the settings is not installed."""
+        """Wait until a started sandbox answers. Raises SandboxUnavailable, or ValueError for a missing package."""
         try:
             sandbox = cls(settings, await asyncio.wrap_future(starting))
         except asyncio.CancelledError:
@@ -293,8 +292,7 @@ async def run_script(
     files: dict[str, bytes] | None = None,
     settings: SandboxSettings | None = None,
 ) -> ScriptResult:
-    """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
-    Raises SandboxUnavailable, and ValueError if the files do not fit into its folder."""
+    """Run `code` in a fresh sandbox with `files` (name -> content). Raises SandboxUnavailable, or ValueError."""
     settings = settings or SandboxSettings(memory_mb=memory_mb)
     starting = process.starter.submit(process.start, settings, [_STDOUT_BYTES, _STDERR_BYTES])
     sandbox = await Sandbox.ready(settings, starting)

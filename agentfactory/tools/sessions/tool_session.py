@@ -47,8 +47,7 @@ _NAMED_VALUES = 4
 
 @dataclass(frozen=True)
 class Route:
-    """The destination of a tool's calls: the server, and the tool's name there. `check` is set if the server does not
-    distinguish wrong arguments from other errors."""
+    """The destination of a tool's calls; `check` is set if the server does not tell wrong arguments apart."""
 
     server: ToolServer
     tool: str
@@ -181,8 +180,7 @@ class ToolSession:
         return total
 
     async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
-        """Connect to each server, in the recipe's order so that chains never deadlock, and reset environments with
-        `task`, within `limit`. Raises ToolInfrastructureError."""
+        """Connect to servers, in one order against deadlocks; reset environments. Raises ToolInfrastructureError."""
         doing, openings, resetting = "", [], list[ToolServer]()
 
         def note() -> None:

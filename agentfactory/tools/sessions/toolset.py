@@ -183,6 +183,5 @@ class Toolset:
         return {f"environments/{name}/{key}": value for name, answer in found for key, value in answer.items()}
 
     async def closed(self) -> None:
-        """Wait until all ended chains have released their resources."""
         while self._closings:
             await asyncio.wait(self._closings)
