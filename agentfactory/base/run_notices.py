@@ -28,8 +28,7 @@ class Notice:
 
 
 def notify(logger: logging.Logger, topic: str, text: str, *, see: str = "", times: int = 1) -> None:
-    """Warn the user at the terminal. The first notice on a `topic` is shown immediately; the last one is repeated at
-    the end, with the sum of their `times`."""
+    """Show the first notice on a `topic` to the user; repeat the last one at the end, with the sum of their `times`."""
     log(logger, Notice(topic, text, see, times))
 
 

@@ -161,8 +161,7 @@ FindTask = Callable[[], Awaitable[Task | None]]
 async def open_each(
     recipe: Recipe, find_task: FindTask | None = None, prepared: Path | None = None
 ) -> list[TriedServer]:
-    """Open each server alone, all concurrently. With `find_task`, begin a chain on each, with the task that it finds;
-    without a task, environments are created but not reset."""
+    """Open all servers, each alone. With `find_task`, begin a chain on each with its task; without one, reset none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: without_spares(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))

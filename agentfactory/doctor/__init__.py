@@ -32,8 +32,7 @@ def run(
     coordinates: bool = False,
     look: Check | None = None,
 ) -> bool:
-    """Print all findings; with `coordinates`, also the model's image coordinates, and without a problem also the
-    findings of `look`, which takes longer. Return True if there is no problem."""
+    """Print findings, also of `coordinates`, and without a problem those of `look`. Return True without a problem."""
     counts: Counter[Severity] = Counter()
     said = set()
 

@@ -21,8 +21,7 @@ PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), 
 SIDE = 240
 CLEAR = 0.5
 CLOSE = 0.1
-"""Minimum difference of mean IoU that distinguishes two systems: in images that a model gets at nearly full size, its
-pixels are those of the file."""
+"""Minimum difference of mean IoU that tells two systems apart: at nearly full size, both kinds of pixels agree."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 

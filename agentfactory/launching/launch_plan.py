@@ -223,8 +223,7 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool 
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Return each stage with its state and its checkpoint; `asked` is one, or AUTO. Raises RunFolderError if there is
-    nothing to resume or it is damaged, SettingError if a recipe does not fit."""
+    """Return stages with their states and checkpoints (`asked`: one, or AUTO). Raises RunFolderError, SettingError."""
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
     if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:

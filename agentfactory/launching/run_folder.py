@@ -345,8 +345,7 @@ def base_of_adapter(checkpoint: Path) -> str:
 
 
 def named_base(checkpoint: Path) -> str:
-    """Return the folder or hub name of an adapter's model, which may be missing; one in the run folder may have moved
-    with it. Raises RunFolderError if it cannot be read."""
+    """Return folder or hub name of an adapter's base; one in a run folder may have moved. Raises RunFolderError."""
     try:
         if (checkpoint / INFO).is_file():
             saved = read_info(checkpoint)["recipe"]

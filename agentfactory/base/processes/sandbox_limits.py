@@ -71,8 +71,7 @@ class ProgramLimits:
     memory_mb: int = 2048
     """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
     disk_mb: int = 1024
-    """Total size of all files and folders in writable folders, each counted as at least 4 KiB, in MiB. Also the maximum
-    size of each file."""
+    """MiB of all files and folders in writable folders, each counted as at least 4 KiB; also the limit of each file."""
 
     def __post_init__(self) -> None:
         check_range("processes", self.processes, 4, 1 << 16)

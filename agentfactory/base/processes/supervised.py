@@ -1,5 +1,4 @@
-"""A command in a child process, which its parent supervises: user code that ends the process, or holds Python's lock,
-does not end or stop the command without a word."""
+"""A command in a supervised child process, so that user code that ends it, or holds Python's lock, is reported."""
 
 import contextlib
 import ctypes

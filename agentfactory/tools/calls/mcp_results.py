@@ -57,8 +57,7 @@ def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
 
 
 def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
-    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. A result with more than
-    BINARY_BYTES of images, files and info becomes an error."""
+    """Return the result with its text cut to `result_bytes`; above BINARY_BYTES of images, files and info, an error."""
     meta = result.meta or {}
     binary = sum(len(data) for block in result.content if isinstance(data := _binary(block), str))
     if INFO_KEY in meta:

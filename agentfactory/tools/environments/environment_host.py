@@ -139,8 +139,7 @@ class EnvironmentHost:
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
         """Lease an instance to the chain `key`, begin `task` on it within `seconds`, and return `then(result,
-        environment)`. Raises ToolInfrastructureError, or NoState if the chain was released; then the chain has no
-        instance."""
+        environment)`. Raises ToolInfrastructureError, or NoState for a released chain, which then has no instance."""
         assert self._pool is not None
         await self.release(key)
         chain = self._chains[key] = _Chain(_now())

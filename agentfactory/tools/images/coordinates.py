@@ -89,8 +89,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model's coordinate convention and image resizing. Tools get it as the field `model_view` of a task (see `of`),
-    rewards as the argument `model_view`."""
+    """A model's coordinates and image resizing: `model_view` of a task to tools (see `of`), an argument of rewards."""
 
     coordinates: Coordinates = Coordinates.PIXELS
     sizes: SizeRule | None = None

@@ -35,8 +35,7 @@ async def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> int | float:
-    """Return the value of `expression`. Raises ValueError, with a message for a model, if it is no expression, has no
-    finite real value, or its numbers are too large."""
+    """Return the value. Raises ValueError, for the model, if it is not finite and real, or numbers are too large."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; {_LONGEST} are possible")
     for written, meant in _AS_WRITTEN.items():

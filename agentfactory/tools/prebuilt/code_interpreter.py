@@ -16,8 +16,7 @@ from agentfactory.tools.tool import tool
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of a cell: the text for the model, the name of its exception, and the new or changed files that match
-    `artefacts` (None for a file that is too large)."""
+    """A cell's text for the model, its exception's name, and new or changed files of `artefacts` (None: too large)."""
 
     text: str
     error: str | None

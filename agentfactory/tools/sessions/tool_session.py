@@ -72,8 +72,7 @@ class _Share:
 
 
 class ToolSession:
-    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` counts
-    the bytes that `limits.result_bytes` cut from it, by environment."""
+    """One chain's access to tools. `opening`: what resets return; `left_out`: bytes cut from it, by environment."""
 
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
@@ -131,8 +130,8 @@ class ToolSession:
         return ToolResult(content, error, seconds, finish, dict(info) if isinstance(info, dict) else {}, left_out)
 
     async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
-        """Return a turn's results with labels before their images, such as numbers, if an environment takes the images
-        that other servers return. Raises ToolInfrastructureError."""
+        """Return a turn's results with labels before images, if an environment has any. Raises
+        ToolInfrastructureError."""
         routes = [self._routes.get(call.name) for call in calls]
         return [
             replace(result, content=await self._numbered(result.content, None if route is None else route.server))
