@@ -15,8 +15,6 @@ from agentfactory.base.files.disk import append, write_whole
 from agentfactory.base.files.untrusted_files import lines_of, open_file, printable, read_json
 from agentfactory.base.findings import Evidence, Finding, Severity
 
-SEVERITIES = (Severity.WRONG, Severity.WARNING, Severity.NOTE)
-
 
 @dataclass(frozen=True)
 class Unchecked:
@@ -109,7 +107,7 @@ def text_lines(report: Report, conclusion: str) -> Iterator[str]:
 def to_json(report: Report, conclusion: str) -> dict[str, Any]:
     """Return a report as JSON values: `conclusion`, `worst`, and its findings with their evidence."""
     plain = asdict(report)
-    counts = {str(level): len(report.of(level)) for level in SEVERITIES}
+    counts = {str(level): len(report.of(level)) for level in (Severity.WRONG, Severity.WARNING, Severity.NOTE)}
     return {"run": plain.pop("run"), "conclusion": conclusion, "worst": report.worst, "counts": counts, **plain}
 
 

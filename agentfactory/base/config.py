@@ -57,7 +57,6 @@ def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 TypedOptions = Annotated[Any, Field(validate_default=True)]
-"""Type of a Choice's field `options`."""
 
 
 class Choice(Section):

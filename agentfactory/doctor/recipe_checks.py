@@ -38,7 +38,6 @@ from agentfactory.tools.prebuilt import prebuilt
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
-_CODE_REWARDS = ("code_tests",)
 
 
 def runs_code(recipe: Recipe) -> bool:
@@ -46,7 +45,7 @@ def runs_code(recipe: Recipe) -> bool:
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
     by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
-    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
+    return by_tools or any(entry.reward == "code_tests" for entry in recipe.rewards)
 
 
 def starts_server(recipe: Recipe) -> bool:

@@ -50,7 +50,6 @@ class Assignment:
     recipe: Recipe
     checkpoint: Path | None
     plan: TimePlan | None = None
-    """The planned time, which the first step is compared with."""
 
     def write(self, file: Path) -> None:
         checkpoint = str(self.checkpoint) if self.checkpoint else None

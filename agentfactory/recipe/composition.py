@@ -23,7 +23,6 @@ COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 HERE = "${here}"
 """Placeholder for the folder of the file that contains it; on the command line, the current folder."""
-_PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -255,7 +254,7 @@ def _anchor_registered(rows: Any, base: Path) -> None:
 
 
 def _absolute(value: str, base: Path) -> str:
-    if value.startswith(_PLACEHOLDERS):
+    if value.startswith(("${prepared}", "${output}", "${chain}")):
         return value
     # not Path.resolve, which raises RuntimeError for a circular link
     return os.path.realpath(base / Path(value).expanduser())

@@ -104,7 +104,8 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
     found |= _ratios(by_key)
     sections = []
     for title, patterns in _SECTIONS.items():
-        chosen = _own(found) if title == _OWN else _matching(patterns, found)
+        matching = [key for pattern in patterns for key in found if re.fullmatch(pattern, key)]
+        chosen = _own(found) if title == _OWN else dict.fromkeys(matching)
         if chosen:
             sections.append({"title": title, "charts": [found.pop(key) for key in chosen]})
     return {"sections": sections, "others": [found[key] for key in sorted(found)]}
@@ -181,11 +182,6 @@ def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
         if lines:
             found[key] = {"key": key, "title": key, "unit": unit, "meaning": meaning, "lines": lines}
     return found
-
-
-def _matching(patterns: Sequence[str], found: dict[str, Any]) -> list[str]:
-    chosen = [key for pattern in patterns for key in found if re.fullmatch(pattern, key)]
-    return list(dict.fromkeys(chosen))
 
 
 def _own(found: dict[str, Any]) -> list[str]:

@@ -11,7 +11,6 @@ from pydantic_core import from_json
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import lines_of, open_file, read_json
 
-COMPRESSED = ".zst"
 _FIX = "copy the file again, or remove this line"
 
 
@@ -40,7 +39,7 @@ def rows_of(file: Path, within: Path | None = None) -> Iterator[tuple[int, dict[
     number = 0
     try:
         with open_file(file, within) as plain:
-            for number, line in enumerate(lines_of(_decompressed(plain) if file.suffix == COMPRESSED else plain), 1):
+            for number, line in enumerate(lines_of(_decompressed(plain) if file.suffix == ".zst" else plain), 1):
                 if not line.strip():
                     continue
                 try:

@@ -104,9 +104,6 @@ class _Update(msgspec.Struct):
     branches: list[_Branch] = msgspec.field(default_factory=list)
 
 
-_STREAMS = ("advantages", "trainer_logprobs")
-
-
 class Episode(msgspec.Struct):
     """The traces of all agents in a run of an environment."""
 
@@ -301,7 +298,7 @@ def update_of(row: dict[str, Any]) -> tuple[str, Update]:
     streams = {
         (branch.index, name): np.asarray([np.nan if value is None else value for value in values], dtype=np.float32)
         for branch in saved.branches
-        for name in _STREAMS
+        for name in ("advantages", "trainer_logprobs")
         if (values := getattr(branch, name))
     }
     return saved.trace_id, Update(saved.info, streams)

@@ -42,7 +42,9 @@ class PrefixHooks(AgentHooks):
     async def generate(self, turn: Turn) -> Completion:
         actions = self.change.actions or {}
         if turn.number in actions:
-            completion = self._forced(turn, actions[turn.number])
+            ids = tokens_of(actions[turn.number], turn.messages, turn.specs, turn.renderer)
+            # inserted tokens, which were not sampled
+            completion = Completion(ids, [0.0] * len(ids), [], False, [0] * len(ids))
         elif turn.number < self.turns:
             completion = self._again(turn)
         else:
@@ -82,11 +84,6 @@ class PrefixHooks(AgentHooks):
             there, was = (turn.renderer.decode([int(token) for token in ids[at : at + 12]]) for ids in (mine, saved))
             self.diverged = f"before turn {turn.number + 1}, token {at}: {there!r}, and was {was!r}"
             raise DivergedError(self.diverged)
-
-    def _forced(self, turn: Turn, message: Message) -> Completion:
-        """Return a message as a turn whose tokens are inserted and not sampled."""
-        ids = tokens_of(message, turn.messages, turn.specs, turn.renderer)
-        return Completion(ids, [0.0] * len(ids), [], False, [0] * len(ids))
 
 
 def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolSpec], renderer: Any) -> list[int]:

@@ -13,7 +13,6 @@ from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.base.http.server_keys import loopback_addresses
 from agentfactory.base.user_code.extras import check_extra
 
-_SCHEMES = ("http", "https", "socks5", "socks5h")
 _SPARED = re.compile(r"(?:\*?\.)?(?P<host>\*|\[[^\]]+\]|[^:]+|[\da-f:/]+)(?::(?P<port>\d+))?")
 """An entry of NO_PROXY: a host, a domain, an address or a network, each with or without a port; or *."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -46,7 +45,7 @@ def proxy_for(url: str) -> Proxy | None:
     variable, value = found
     proxy = Proxy(variable, value if "://" in value else f"http://{value}")
     scheme, _, rest = proxy.url.partition("://")
-    if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
+    if scheme.lower() not in ("http", "https", "socks5", "socks5h") or not is_http_address(f"http://{rest}"):
         shown = proxy.url.rpartition("@")[2]
         raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
     if proxy.is_socks:

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
 
 def key_folder() -> Path:
     """Return the folder of this user's keys, which need not exist."""
@@ -115,7 +113,7 @@ def key_of_environment(field: str, variable: str) -> str:
 def loopback_addresses(url: str) -> tuple[tuple[str, int], ...]:
     """Return the loopback addresses (IP, port) that `url` resolves to; none for another machine."""
     parts = urlsplit(url)
-    port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     try:
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except OSError:

@@ -39,8 +39,6 @@ REPETITIONS, COPIES = 5, (16, 2)
 """Timed layers for each of ROWS: those of a decoding step come from memory, not from the processor's caches."""
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
-_PASSIVE = {"OMP_WAIT_POLICY": "passive"}
-"""So that threads that wait take no processor time."""
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -117,9 +115,9 @@ def measured() -> Speed:
     with suppress(OSError, RuntimeError, ValueError, TypeError, ImportError):
         return TypeAdapter(Speed).validate_json(_kept().read_bytes())
     try:
-        speed = TypeAdapter(Speed).validate_python(
-            parent_watch.answer_of("agentfactory.base.processes.devices", env=_PASSIVE)
-        )
+        # threads that wait take no processor time
+        answer = parent_watch.answer_of("agentfactory.base.processes.devices", env={"OMP_WAIT_POLICY": "passive"})
+        speed = TypeAdapter(Speed).validate_python(answer)
     except RuntimeError as error:
         raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
     # a driver whose GPU torch does not find may soon be mended

@@ -279,7 +279,6 @@ class _Supervisor:
     def __init__(self, child: int, reader: int) -> None:
         self.returned: int | None = None
         self.doing = ""
-        """The user code that the child executes, such as `importing tools.py`, if it is known."""
         self.raised = ""
         self.received: dict[int, float] = {}
         """Signal -> time at which it arrived last."""

@@ -196,7 +196,7 @@ class ChainAccount:
         return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
 
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
-        breach = self.config.on_breach.get(limit, _TELL)
+        breach = self.config.on_breach.get(limit, BreachConfig())
         self.breaches[limit] += 1
         if breach.action == "tell":
             return f"{text} {advice}"
@@ -247,5 +247,4 @@ class ChainLimits(ChainAccount):
         return self.settle(call, result)
 
 
-_TELL = BreachConfig()
 _ANSWER = "Answer with what you have."

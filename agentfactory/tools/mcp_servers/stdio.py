@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 2.0
 """Seconds that a process may take to end after its stdin is closed, and again after SIGTERM."""
-_FLUSH_SECONDS = 0.5
 _POLL_SECONDS = 0.01
 _MOST_REQUESTS = 1000
 """Maximum number of a server's own requests whose answers it has not read: each is a task of the SDK."""
@@ -102,7 +101,7 @@ async def stdio_transport(
             with anyio.CancelScope(shield=True):
                 incoming.close()
                 outgoing.close()
-                with anyio.move_on_after(_FLUSH_SECONDS):
+                with anyio.move_on_after(0.5):
                     await written.wait()
                 await _end(process)
                 for stream in (incoming, outgoing, incoming_end, outgoing_end):

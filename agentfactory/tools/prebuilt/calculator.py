@@ -10,7 +10,6 @@ from agentfactory.tools.tool import tool
 
 _LONGEST, _MOST_BITS, _LARGEST_ARGUMENT = 1000, 12_000, 1000
 
-_AS_WRITTEN = {"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"}
 _CONSTANTS = {"pi": math.pi, "π": math.pi, "e": math.e, "tau": math.tau}
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -38,7 +37,7 @@ def evaluate(expression: str) -> int | float:
     """Return the value. Raises ValueError, for the model, if it is not finite and real, or numbers are too large."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; {_LONGEST} are possible")
-    for written, meant in _AS_WRITTEN.items():
+    for written, meant in {"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"}.items():
         expression = expression.replace(written, meant)
     try:
         tree = ast.parse(expression.strip(), mode="eval")

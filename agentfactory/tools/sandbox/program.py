@@ -40,8 +40,6 @@ _measuring = ThreadPoolExecutor(2, "disk use")
 _LEAST_FREE = 1 << 30, 0.05
 """Space to keep free on a file system: bytes, or a share of its size if that is less. Measurements miss files that are
 deleted but mapped, or in transit through a socket."""
-_FILE_IN_MEMORY_KB = 1
-"""Kernel memory of a file of a tmpfs, even an empty one."""
 _MOST_SOCKETS = 4096
 """Maximum number of sockets: their unread data takes about 200 KiB of kernel memory each."""
 
@@ -164,7 +162,8 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
         if started.init is None:
             continue
         used = [_used_at(f"/proc/{started.init}/root", place) for place in in_memory]
-        files, blocks = sum(files for files, _ in used) * _FILE_IN_MEMORY_KB, sum(blocks for _, blocks in used)
+        # each file of a tmpfs, even an empty one, takes 1 KiB of kernel memory
+        files, blocks = sum(files for files, _ in used), sum(blocks for _, blocks in used)
         # memory that processes share, as after a fork, counts once: the second, slower sum
         if any(files + _taken(started.init, blocks, shared_once) <= most << 10 for shared_once in (False, True)):
             if _sockets(started.init) > _MOST_SOCKETS:

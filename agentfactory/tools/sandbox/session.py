@@ -19,7 +19,6 @@ from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
 from agentfactory.tools.sandbox.process import SandboxProcess
 
 _START_SECONDS = 60.0
-_FILE_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
 """Time after a cell's limit in which Python code is interrupted and keeps its variables."""
 _WATCH_SECONDS = 0.1
@@ -27,7 +26,6 @@ _MOST_FILES = 20_000
 """Maximum files and folders in a workspace: each takes about 1 KiB of kernel memory, which no limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
-_LONGEST_NAME = 100
 _STDOUT_BYTES, _STDERR_BYTES = 1 << 20, 1 << 16
 _PROGRAM, _INPUT = "main.py", ".stdin"
 
@@ -127,7 +125,7 @@ class Sandbox:
                 printed = tail or head
                 tail += part if not printed or printed.endswith("\n") else f"\n{part}"
         text = bounded(head, left_out, tail, self._settings.output_characters)
-        return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
+        return CellResult(text.rstrip("\n"), answer.get("error", "")[:100] or None)
 
     async def write(self, name: str, content: bytes) -> None:
         """Write a file to the workspace. Raises ValueError if it leads out or does not fit, SandboxLost."""
@@ -229,7 +227,7 @@ class Sandbox:
         verb: str,
         argument: str,
         data: bytes = b"",
-        seconds: float = _FILE_SECONDS,
+        seconds: float = 30.0,
         most: int = 64,
         room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:

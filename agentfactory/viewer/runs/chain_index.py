@@ -82,18 +82,15 @@ def _numbered(file: str) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def _version_of(file: str, group: dict[str, Any]) -> int | None:
-    """Return the number of the newest weights when the group began; for an evaluation, read it from the file's name."""
-    return _numbered(file) if source_of(file).startswith("eval ") else int(group.get("version", 0))
-
-
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
     """Return a row of the index per chain of a line, with the tools that it called. Raises ValueError at no group."""
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
         task = (task_text(group)[:_PREVIEW], _text(group.get("source") or None))
-        version, source = _version_of(file, group), source_of(file)
+        source = source_of(file)
+        # that of the newest weights when the group began
+        version = _numbered(file) if source.startswith("eval ") else int(group.get("version", 0))
         place_in_file = (run, file, source, byte, len(line))
         return [
             _row(place_in_file, place, str(group["id"]), version, chain, task)

@@ -93,14 +93,11 @@ class Run:
                 self.note_unreadable(error)
                 continue
             for name in names:
-                if name.endswith(".jsonl") and name != CREDIT_FILE and self._can_be_named(name):
-                    yield folder / name
-
-    def _can_be_named(self, name: str) -> bool:
-        if not _is_text(name):
-            self.note(f"{name!a}: left out, because its name is not UTF-8")
-            return False
-        return True
+                if name.endswith(".jsonl") and name != CREDIT_FILE:
+                    if _is_text(name):
+                        yield folder / name
+                    else:
+                        self.note(f"{name!a}: left out, because its name is not UTF-8")
 
     def saved_checkpoints(self) -> list[Path]:
         """Return the checkpoints in the order of their steps. Raises RefusedFileError if one is a link."""
@@ -293,7 +290,9 @@ class Runs:
         found: list[Run] = []
         for root in self._roots:
             label = self._labels[root]
-            names = _stages(self._recipes[root].data())
+            stages = self._recipes[root].data().get("stages")
+            entries = stages if isinstance(stages, list) else []
+            names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
             parts = [
                 self._run(part, f"{label}/{untrusted.printable(part.name)}", root)
                 for part in _parts(root, names)
@@ -315,11 +314,6 @@ class Runs:
 
 def _id_of(path: Path) -> str:
     return hashlib.sha256(str(path).encode()).hexdigest()[:12]
-
-
-def _stages(recipe: dict[str, Any]) -> list[Any]:
-    stages = recipe.get("stages")
-    return [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
 
 
 def _parts(root: Path, names: Sequence[Any]) -> list[Path]:

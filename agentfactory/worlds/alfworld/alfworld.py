@@ -14,7 +14,6 @@ from agentfactory.worlds.shared import Shared
 
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
 """The `question` of a data row, followed in the prompt by the room and the task."""
-MAX_STEPS = 50
 
 _engines: Shared[Engine] = Shared()
 
@@ -43,7 +42,7 @@ class AlfWorld(Environment):
         data: str | None = None,
         seed: int = 0,
         show_actions: bool = False,
-        max_steps: int = MAX_STEPS,
+        max_steps: int = 50,
         processes: int | None = None,
         games_per_process: int = 200,
         python: str | None = None,

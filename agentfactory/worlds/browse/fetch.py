@@ -27,7 +27,6 @@ _HEADERS = {
     "Accept-Encoding": "gzip, deflate",
 }
 _READABLE = ("application/xhtml+xml", "application/xml", "application/json", "application/pdf")
-_REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _CONNECT_SECONDS = 10.0
 _CONNECTIONS, _TO_ONE_HOST, _TO_OWN_HOSTS = 64, 8, 512
@@ -109,7 +108,7 @@ class Fetcher:
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
         location = response.headers.get("Location")
-        if response.status not in _REDIRECTS or location is None:
+        if response.status not in (301, 302, 303, 307, 308) or location is None:
             return None
         try:
             target = response.url.join(URL(location))

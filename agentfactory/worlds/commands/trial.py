@@ -27,7 +27,6 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.commands.subject import Subject
 
-_DRAWS = 200
 _MOST_DEPTH = 6
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 
@@ -51,7 +50,7 @@ class RandomCalls:
         """Return a tool's name and arguments that fit its schema. Raises NoLegalCall."""
         spec = self._random.choice(self._specs)
         fault: str | None = None
-        for _ in range(_DRAWS):
+        for _ in range(200):
             arguments = self._value({"type": "object", **spec.parameters}, spec.parameters, 0)
             try:
                 fault = self._checks[spec.name].fault(arguments)

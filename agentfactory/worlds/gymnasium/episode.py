@@ -20,8 +20,6 @@ from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.gymnasium.spaces import UnsupportedSpace, action_reader, check_describable, described
 
 _LONGEST_TEXT = 4000
-_NO_ENVIRONMENTS = ("gymnasium.core", "typing", "builtins")
-"""Modules of the bases of all environments."""
 _MARKUP = (
     (re.compile(r"```.*?```", re.DOTALL), ""),  # citations
     (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),
@@ -35,7 +33,8 @@ _ITEM = re.compile(r"^(?:-\s*(\d+):\s*(.+?)|\|\s*(\d+)\s*\|\s*([^|]+?)\s*\|.*)\s
 
 def sections_of(environment: type) -> dict[str, str]:
     """Return heading -> text of a class's docstring, or its nearest base's outside of gymnasium; "": the beginning."""
-    own = [kind for kind in environment.__mro__ if kind.__module__ not in _NO_ENVIRONMENTS]
+    common = ("gymnasium.core", "typing", "builtins")
+    own = [kind for kind in environment.__mro__ if kind.__module__ not in common]
     text = inspect.cleandoc(next(filter(None, (kind.__doc__ for kind in own)), ""))
     found: dict[str, str] = {}
     parts = re.split(r"^[ ]*##\s+(.+?)\s*$", text, flags=re.MULTILINE)

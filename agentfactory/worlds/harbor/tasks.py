@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "verifier": ("environment", "collect"),
 }
 """Fields for features that a sandbox lacks."""
-_OF_A_TASK = ("task.toml", "instruction.md")
 _HONOURED = {
     "agent": ("timeout_sec", "user"),
     "verifier": ("timeout_sec", "env", "user", "environment_mode"),
@@ -53,7 +52,7 @@ def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dic
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
     folder = Path(os.path.abspath(folder))
     found = [place for place in (folder, *map(folder.joinpath, entries_of(folder, folder)))]
-    found = [place for place in found if any(os.path.isfile(place / name) for name in _OF_A_TASK)]
+    found = [place for place in found if any(map(os.path.isfile, (place / "task.toml", place / "instruction.md")))]
     if not found:
         raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
     if found[0] == folder:

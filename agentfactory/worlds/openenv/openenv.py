@@ -11,9 +11,6 @@ from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 from agentfactory.worlds.openenv.words import digest, shown
 
-_OF_SERVERS = "transport_error"
-"""The kind of a tool's error that no model causes."""
-
 
 @dataclass
 class _Episode:
@@ -101,7 +98,7 @@ async def _step(episode: _Episode, action: dict[str, Any]) -> Any:
         except RefusedAction as error:
             raise ValueError(str(error)) from None
         fault = _fault_of_call(step.observation) if calls else None
-        if fault is not None and fault[0] == _OF_SERVERS:
+        if fault is not None and fault[0] == "transport_error":  # no model causes it
             told = f"{episode.session.name}: a tool could not be called: {fault[1]}"
             raise ServerFault(told, "look at the server's log")
         episode.steps += 1

@@ -171,7 +171,13 @@ class Jvm:
         """Return the result of `function`, which calls the engine for a game. Raises GameLost if the process has ended,
         or was killed because it did not answer, or the engine failed."""
         with self._lock, self._calling():
-            self._detach_forgotten()
+            while self._forgotten:
+                left = self._forgotten.popleft()
+                if self._present is left:
+                    self._present = None
+                for one in (left.engine, left.random):
+                    if one is not None:
+                        self._gateway.detach(one)
             if self._present is not game:
                 self._exchange(game)
             return function()
@@ -179,15 +185,6 @@ class Jvm:
     def forget(self, game: "Game") -> None:
         """Free a game's objects in the JVM at the next call, without waiting."""
         self._forgotten.append(game)
-
-    def _detach_forgotten(self) -> None:
-        while self._forgotten:
-            game = self._forgotten.popleft()
-            if self._present is game:
-                self._present = None
-            for one in (game.engine, game.random):
-                if one is not None:
-                    self._gateway.detach(one)
 
     def _exchange(self, game: "Game") -> None:
         if self._present is not None:

@@ -19,7 +19,6 @@ from agentfactory.worlds.search.passage import Passage, encodable
 _MODEL, _RAW, _GRAPH = "model.json", "vectors.f16", "vectors.usearch"
 _CHUNK = 256
 """Passages that the model gets at once, and sorts by length; a killed build repeats at most this many."""
-_BATCH = 64
 _QUERY_CHARACTERS = 20_000
 _GRAPH_CHUNK = 10_000
 _FORMAT = 2
@@ -217,7 +216,7 @@ class _Encoder:
             return self._encode(self._model.encode_query, encodable(text), self.spec.query_prefix)
 
     def _encode(self, encode: Callable[..., Any], texts: Any, prefix: str | None) -> Any:
-        return encode(texts, prompt=prefix, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+        return encode(texts, prompt=prefix, batch_size=64, normalize_embeddings=True, show_progress_bar=False)
 
 
 def _read(file: Path) -> Any:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SEED = 5
 _BRANDS = 8
 """Brands per kind. The pair of brand and attribute in a title is unique within a kind."""
 _PER_KIND = 60
@@ -121,7 +120,7 @@ _KINDS = [_kind(*three) for three in zip(*[iter(_TABLE.strip().splitlines())] * 
 
 def write_catalogue(folder: Path) -> None:
     """Write items_shuffle.json, items_ins_v2.json and items_human_ins.json into `folder`, which must not exist."""
-    rng = random.Random(_SEED)
+    rng = random.Random(5)
     names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
     rng.shuffle(names)
     brands = iter(names)

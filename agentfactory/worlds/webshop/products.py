@@ -16,7 +16,6 @@ NO_ATTRIBUTES = ["DUMMY_ATTR"]
 """The attributes of a product that the attributes file does not list."""
 NO_PRICE = 100.0
 """Dollars, for a product without a price."""
-_LONGEST_ASIN = 10
 
 T = TypeVar("T")
 
@@ -112,7 +111,7 @@ def read_products(
             return
         try:
             asin = item["asin"]
-            if asin != "nan" and len(asin) <= _LONGEST_ASIN and asin not in seen:
+            if asin != "nan" and len(asin) <= 10 and asin not in seen:
                 seen.add(asin)
                 attributes = attributes_of(asin)
                 yield product_of(item, NO_ATTRIBUTES if attributes is None else attributes)
