@@ -49,7 +49,6 @@ def plural(number: int, noun: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Format `value` for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

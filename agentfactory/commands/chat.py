@@ -44,8 +44,6 @@ _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to
 
 @dataclass(frozen=True)
 class UserLine:
-    """A line of the user, with the paths of the images attached to it."""
-
     text: str
     images: list[str]
 

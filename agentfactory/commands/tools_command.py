@@ -62,7 +62,6 @@ def _kind(schema: Any) -> str:
 
 
 TRIED_ROWS = 3
-"""Number of tasks that `check` calls the rewards on."""
 _OF_TWO = "rename it, or give one of them `prefix` or `deny` by an entry of mcp_servers"
 
 

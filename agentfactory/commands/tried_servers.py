@@ -34,7 +34,6 @@ from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
-_CALL_SECONDS = 10.0
 _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
@@ -90,7 +89,7 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
 async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
     arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
     arguments = arguments if isinstance(arguments, dict) else {}
-    result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
+    result = await session.call(ToolCall("check", spec.name, arguments), timeout_seconds=10.0)
     return _Answer(messages.text_of(result.content), result.error is not None)
 
 

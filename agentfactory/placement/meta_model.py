@@ -81,10 +81,9 @@ def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorCritic:
-    """Return the network that a recipe's learner trains, on the meta device, by its code.
-
-    It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their
-    replacements here, and offload. Raises ValueError if the recipe cannot be trained."""
+    """Return the network that a recipe's learner trains, on the meta device, by its code, without offload, and without
+    liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their replacements
+    here. Raises ValueError if the recipe cannot be trained."""
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     with torch.device("meta"):

@@ -23,7 +23,6 @@ COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 HERE = "${here}"
 """Placeholder for the folder of the file that contains it; on the command line, the current folder."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass
@@ -263,7 +262,7 @@ def _absolute(value: str, base: Path) -> str:
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
     # Qwen2.5-0.5B is a name, tasks.csv is not
-    is_hub_name = _HUB_NAME.fullmatch(value) and not Path(value).suffix[1:].isalpha()
+    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", value) and not Path(value).suffix[1:].isalpha()
     return value if is_hub_name and not Path(path).exists() else path
 
 

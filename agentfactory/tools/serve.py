@@ -37,8 +37,6 @@ from agentfactory.base.user_code.loading import UserCodeError, load_module, load
 
 IDLE_SECONDS = 900.0
 """Seconds without a call after which an HTTP server reclaims a chain's instance."""
-_EXIT_SECONDS = 2.0
-"""Seconds that a stdio server may take to end after its parent is gone."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
@@ -143,11 +141,11 @@ def serve_stdio(server: Server[Any]) -> None:
 
 
 def _exit_with_parent(stdin: int) -> None:
-    """Exit some seconds after the other end of `stdin` was closed, even if a tool blocks the event loop."""
+    """Exit two seconds after the other end of `stdin` was closed, even if a tool blocks the event loop."""
     poll = select.poll()
     poll.register(stdin, 0)  # reports only hang-ups
     poll.poll()
-    time.sleep(_EXIT_SECONDS)
+    time.sleep(2.0)
     os._exit(1)
 
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_REFERENCE = re.compile(r"(?P<file>.+\.py):[A-Za-z_]\w*")
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh")
 
 
@@ -18,7 +17,7 @@ def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Pat
     found: dict[Path, str] = {}
     for field, value in named.items():
         for text in _texts(value):
-            reference = _REFERENCE.fullmatch(text)
+            reference = re.fullmatch(r"(?P<file>.+\.py):[A-Za-z_]\w*", text)
             file = reference["file"] if reference else text if text.endswith(_SCRIPTS) else None
             if file is not None and (path := (base / file).resolve()).is_file():
                 found.setdefault(path, field)

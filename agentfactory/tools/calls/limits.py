@@ -24,7 +24,6 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, setting: str) -> "Deadline":
-        """Return the deadline `seconds` from now; `setting` is the setting's name."""
         return cls(asyncio.get_running_loop().time() + seconds, f"{setting}={seconds:g}")
 
 

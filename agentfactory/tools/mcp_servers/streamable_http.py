@@ -26,7 +26,6 @@ from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 _END_SECONDS = 5.0
 _OF_GATEWAYS = (401, 402, 403, 407, 408, 429, 502, 503, 504)
 """Statuses that refuse a request before any tool gets it, even if the body is a JSON-RPC error."""
-_BODY_BYTES = 4096
 _SHOWN = 200
 if is_before_2_2 := "max_sse_event_size" not in inspect.signature(streamable_http_client).parameters:
     # the SDK leaves events httpx2's bound of 1 MiB; `MessageFilter` has a wider one
@@ -151,7 +150,7 @@ async def _beginning(response: httpx2.Response, whole: bool) -> bytes:
     read = b""
     async for chunk in response.aiter_bytes():
         read += chunk
-        if len(read) >= _BODY_BYTES:
+        if len(read) >= 4096:
             break
     return read
 

@@ -29,9 +29,7 @@ from agentfactory.tools.sandbox.session import bounded
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
-_MEMORY_SECONDS = 0.05
 _FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
 """First disk measurement, interval of later ones, and the share of a core for all, which lengthens it."""
 _watched = set[object]()
@@ -158,7 +156,7 @@ async def _clock(seconds: float) -> str:
 async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> str:
     """Wait until the program exceeds the memory or socket limit; return the reason. `in_memory`: folders in memory."""
     while True:
-        await asyncio.sleep(_MEMORY_SECONDS)
+        await asyncio.sleep(0.05)
         if started.init is None:
             continue
         used = [_used_at(f"/proc/{started.init}/root", place) for place in in_memory]
@@ -365,7 +363,7 @@ def _confinement() -> list[str]:
     # an environment may be a link, also within a folder of PYTHONPATH, which would hide it
     own = [Path(sys.prefix), Path(sys.base_prefix)]
     apart = [path for path in own if not any(path.is_relative_to(folder) for folder in further)]
-    readable = [*further, *(path.resolve() for path in own), *apart, _PACKAGE]
+    readable = [*further, *(path.resolve() for path in own), *apart, Path(__file__).resolve().parents[2]]
     prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
     tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
     if tried.returncode:

@@ -21,7 +21,6 @@ from agentfactory.tools.sandbox.process import SandboxProcess
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 0.5
 """Time after a cell's limit in which Python code is interrupted and keeps its variables."""
-_WATCH_SECONDS = 0.1
 _MOST_FILES = 20_000
 """Maximum files and folders in a workspace: each takes about 1 KiB of kernel memory, which no limit counts."""
 _STRAY_MESSAGES = 100
@@ -220,7 +219,7 @@ class Sandbox:
             if status.f_files - status.f_ffree > _MOST_FILES:
                 self._fault = f"its workspace had more than {_MOST_FILES} files"
                 self._process.popen.kill()
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(0.1)
 
     async def _ask(
         self,

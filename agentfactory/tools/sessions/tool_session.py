@@ -130,8 +130,7 @@ class ToolSession:
         return ToolResult(content, error, seconds, finish, dict(info) if isinstance(info, dict) else {}, left_out)
 
     async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
-        """Return a turn's results with labels before images, if an environment has any. Raises
-        ToolInfrastructureError."""
+        """Return results with labels before images, if an environment has any. Raises ToolInfrastructureError."""
         routes = [self._routes.get(call.name) for call in calls]
         return [
             replace(result, content=await self._numbered(result.content, None if route is None else route.server))
