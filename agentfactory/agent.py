@@ -48,7 +48,6 @@ class AgentResult:
 
     @property
     def answers(self) -> list[str]:
-        """The last assistant message of each chain."""
         return [prediction_of(trajectory) for trajectory in self.trajectories]
 
 
@@ -195,7 +194,14 @@ class Agent(AgentHooks):
             if recipe.server.url is not None:
                 child, url = None, self._model
             else:
-                self._check_engine()
+                server = recipe.server
+                python = server.vllm.python or server.sglang.python
+                if server.engine != "embedded" and server.starts and (missing := missing_from(python, server.engine)):
+                    where = "here" if python is None else f"for server={{'options': {{'python': {python!r}}}}}"
+                    raise ValueError(
+                        f"engine: {missing} is not installed {where}; install it, give the address of a running "
+                        "server, or use engine='embedded' (small models)"
+                    )
                 folder = Path(self._model)
                 if (folder / ADAPTER).is_file():
                     recipe = recipe.with_model(base_of_adapter(folder))
@@ -217,16 +223,6 @@ class Agent(AgentHooks):
                 open_runner(recipe, Path.cwd(), url, objects=self._objects, rewards=self._rewards, agent=self)
             )
             yield _Engine(runner, weights or card["id"], child)
-
-    def _check_engine(self) -> None:
-        server = self._recipe.server
-        python = server.vllm.python or server.sglang.python
-        if server.engine != "embedded" and server.starts and (missing := missing_from(python, server.engine)):
-            where = "here" if python is None else f"for server={{'options': {{'python': {python!r}}}}}"
-            raise ValueError(
-                f"engine: {missing} is not installed {where}; install it, give the address of a running server, or use "
-                "engine='embedded' (small models)"
-            )
 
     async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
         server = self._recipe.server

@@ -106,7 +106,6 @@ def _signalled(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def main() -> int:
-    """Run `_main`, and report user code that ends it."""
     try:
         return _main()
     except Signalled as error:
@@ -184,7 +183,6 @@ def leave(status: int) -> NoReturn:
 
 
 def supervised_main() -> int:
-    """Run `main` in a process that this one supervises, and return the exit status."""
     watch.say_by(_say_on_rank_0)
     try:
         return supervised(main)

@@ -19,7 +19,6 @@ WRONG, WARNED = 1, 6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     about = "a run folder, such as runs/quickstart, or files of another project's run"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
     parser.add_argument("--json", action="store_true", help="print JSON, one line per run")

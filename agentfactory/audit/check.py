@@ -101,19 +101,15 @@ class Check(ABC):
                 yield chain
 
     def part_of(self, seen: Seen) -> Opened:
-        """Return the part of the recipe whose chains these are."""
         return self.parts[bool(seen.held_out), seen.group.source]
 
     def wrong(self, text: str, fix: str, evidence: Sequence[Evidence] = ()) -> Finding:
-        """Return a finding of severity WRONG."""
         return Finding(Severity.WRONG, self.topic, text, fix, evidence)
 
     def warning(self, text: str, fix: str, evidence: Sequence[Evidence] = ()) -> Finding:
-        """Return a finding of severity WARNING."""
         return Finding(Severity.WARNING, self.topic, text, fix, evidence)
 
     def remark(self, text: str, fix: str = "", evidence: Sequence[Evidence] = ()) -> Finding:
-        """Return a finding of severity NOTE."""
         return Finding(Severity.NOTE, self.topic, text, fix, evidence)
 
 

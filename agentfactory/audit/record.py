@@ -75,7 +75,6 @@ class Places:
     kept: list[Evidence] = field(default_factory=list)
 
     def add(self, evidence: Evidence) -> None:
-        """Note a place."""
         self.total += 1
         if len(self.kept) < MOST_EVIDENCE:
             self.kept.append(evidence)

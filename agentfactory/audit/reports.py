@@ -15,8 +15,6 @@ from agentfactory.base.files.disk import append, write_whole
 from agentfactory.base.files.untrusted_files import lines_of, open_file, printable, read_json
 from agentfactory.base.findings import Evidence, Finding, Severity
 
-SEVERITIES = (Severity.WRONG, Severity.WARNING, Severity.NOTE)
-
 
 @dataclass(frozen=True)
 class Unchecked:
@@ -42,7 +40,6 @@ class Report:
         return next((level for level in Severity if any(one.severity is level for one in self.findings)), None)
 
     def of(self, severity: Severity) -> list[Finding]:
-        """Return the findings of a severity."""
         return [finding for finding in self.findings if finding.severity is severity]
 
 
@@ -110,7 +107,7 @@ def text_lines(report: Report, conclusion: str) -> Iterator[str]:
 def to_json(report: Report, conclusion: str) -> dict[str, Any]:
     """Return a report as JSON values: `conclusion`, `worst`, and its findings with their evidence."""
     plain = asdict(report)
-    counts = {str(level): len(report.of(level)) for level in SEVERITIES}
+    counts = {str(level): len(report.of(level)) for level in (Severity.WRONG, Severity.WARNING, Severity.NOTE)}
     return {"run": plain.pop("run"), "conclusion": conclusion, "worst": report.worst, "counts": counts, **plain}
 
 

@@ -1,5 +1,4 @@
-"""The records of the runs at a path: of AgentFactory's own, one for each stage that has chains, or of another
-project's."""
+"""The records of the runs at a path: of AgentFactory's own, one per stage with chains, or of another project's."""
 
 import json
 import os

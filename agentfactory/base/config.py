@@ -26,8 +26,7 @@ Penalty = Annotated[float, Field(ge=0, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: unknown keys and infinite numbers are errors, and a field's docstring is its
-    description."""
+    """Base of recipe sections: unknown keys and infinite numbers are errors; a field's docstring describes it."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -58,7 +57,6 @@ def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 TypedOptions = Annotated[Any, Field(validate_default=True)]
-"""Type of a Choice's field `options`."""
 
 
 class Choice(Section):

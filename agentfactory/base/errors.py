@@ -5,8 +5,7 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """An invalid `field` (dotted; "" if `problem` names it) of a recipe or command, with the `fix`, and the file or
-    command line that is its `source` ("": unknown)."""
+    """An invalid `field` (dotted; "" if `problem` names it), with the `fix` and its `source`: a file or command."""
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
         self.field, self.problem, self.fix, self.source = field, problem, fix, source
@@ -21,7 +20,6 @@ class SettingError(ValueError):
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 
     def at(self, field: str | None = None, source: str | None = None) -> "SettingError":
-        """Return a copy for another field or source."""
         field = self.field if field is None else field
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
 
@@ -31,7 +29,6 @@ Fault = tuple[str, str, str]
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise SettingError for the first fault."""
     for fault in faults:
         raise SettingError(*fault)
 
@@ -52,7 +49,6 @@ def plural(number: int, noun: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Format `value` for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -7,8 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
-"""One chat message in the OpenAI format: `role`, `content`, for assistants `tool_calls`, for tools `name` and
-`tool_call_id`. Plain JSON, because chat templates and files take it directly."""
+"""One chat message in the OpenAI format, as plain JSON: `role`, `content`, `tool_calls`, `name`, `tool_call_id`."""
 
 
 Content = str | list[dict[str, Any]]

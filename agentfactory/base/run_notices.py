@@ -28,8 +28,7 @@ class Notice:
 
 
 def notify(logger: logging.Logger, topic: str, text: str, *, see: str = "", times: int = 1) -> None:
-    """Warn the user at the terminal. The first notice on a `topic` is shown immediately; the last one is repeated at
-    the end, with the sum of their `times`."""
+    """Show the first notice on a `topic` to the user; repeat the last one at the end, with the sum of their `times`."""
     log(logger, Notice(topic, text, see, times))
 
 
@@ -61,7 +60,6 @@ class Notices:
         return before is None
 
     def last_lines(self) -> list[str]:
-        """Return the last notice of each topic, with the count."""
         lines = ((notice, f" ({notice.times} times)" if notice.times > 1 else "") for notice in self._last.values())
         return [f"{notice}{times}" for notice, times in lines]
 
@@ -75,8 +73,6 @@ QUIET_SECONDS = 6.0
 
 @dataclass(eq=False)
 class _Activity:
-    """An activity, which describes itself with the seconds since it began."""
-
     describe: Callable[[float], str]
     began: float = field(default_factory=time.monotonic)
 
@@ -89,8 +85,7 @@ _activities: list[_Activity] = []
 
 @contextmanager
 def doing(what: str | Callable[[float], str]) -> Iterator[None]:
-    """Declare what this process does in this context; the innermost one is shown. A function gets its seconds so far,
-    and is called in other threads."""
+    """Declare what this process does in this context. A function gets its seconds so far, and runs in other threads."""
     activity = _Activity(what if callable(what) else lambda seconds: f"{what}, {seconds:.0f} s so far")
     _activities.append(activity)
     try:
@@ -116,8 +111,7 @@ def current() -> str:
 
 @contextmanager
 def heard(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Yield a `say` for everything that this process tells the user. After QUIET_SECONDS without a word, it tells by
-    itself what the process is doing."""
+    """Yield a `say` for all that this process tells the user, which after QUIET_SECONDS tells what the process does."""
     spoken, ended = time.monotonic(), threading.Event()
 
     def speak(text: str) -> None:

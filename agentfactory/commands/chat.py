@@ -44,8 +44,6 @@ _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to
 
 @dataclass(frozen=True)
 class UserLine:
-    """A line of the user, with the paths of the images attached to it."""
-
     text: str
     images: list[str]
 
@@ -55,8 +53,7 @@ class UserLine:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends. Raises
-    SettingError or RunFolderError if there is nothing to talk to, ChildFailed if its server fails."""
+    """Talk to the run's last checkpoint, or `options.checkpoint`. Raises SettingError, RunFolderError, ChildFailed."""
     folder = options.run.expanduser().resolve()
     if not (folder / RECIPE).is_file():
         fix = "name one, such as runs/quickstart"

@@ -112,7 +112,6 @@ def check(
 
 
 def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | StagedRecipe:
-    """Return the recipe with this number of sampled chains per held-out task."""
     if isinstance(recipe, StagedRecipe):
         *first, last = recipe.stages
         return recipe.model_copy(update={"stages": [*first, with_samples(last, samples)]})

@@ -17,8 +17,6 @@ from agentfactory.base.user_code.entry_points import COMMANDS, registered
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.launching import add_resume_option, settle_resume
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 def completion_script(shell: str) -> str:
     """Return the script for the shell, which gets the completions at the cursor from `agentfactory`."""
@@ -93,10 +91,7 @@ _EXAMPLES = {
         "train recipe.yaml --dry-run",
         "train recipe.yaml --resume",
     ],
-    "serve": [
-        "serve recipe.yaml server.port=8000",
-        "serve runs/quickstart/recipe.yaml --chat",
-    ],
+    "serve": ["serve recipe.yaml server.port=8000", "serve runs/quickstart/recipe.yaml --chat"],
     "rollout": ["rollout recipe.yaml data.limit=20"],
     "eval": [
         "eval recipe.yaml --samples 8",
@@ -139,7 +134,6 @@ exit status:
   6    audit only: warnings, and nothing wrong
   130  interrupted by Ctrl-C or SIGTERM
 """
-_HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -225,7 +219,7 @@ def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentPa
 
 
 def _add_options(name: str, command: argparse.ArgumentParser) -> None:
-    if name in _HAVE_OVERRIDES:
+    if name in ("doctor", "train", "serve", "rollout", "eval"):
         command.add_argument("recipe", metavar="RECIPE", nargs="?" if name == "doctor" else None, help="a YAML file")
         about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
         # without a default, argparse reports them as required
@@ -269,7 +263,7 @@ def _add_options(name: str, command: argparse.ArgumentParser) -> None:
         case "tools":
             _add_tools(command)
         case "completion":
-            command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
+            command.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that will read the script")
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
@@ -297,7 +291,6 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 def add_actions(
     command: argparse.ArgumentParser, texts: dict[str, str]
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Add actions with their texts of help; yield the name and the parser of each."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in texts.items():
         about = f"{text[0].upper()}{text[1:]}."

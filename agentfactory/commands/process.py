@@ -7,7 +7,6 @@ from typing import NoReturn
 
 
 def run() -> NoReturn:
-    """Run the command of this process, and end the process with its status."""
     # a process in the background of a script ignores SIGINT
     hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears:

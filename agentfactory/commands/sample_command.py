@@ -62,7 +62,6 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         checkpoint = RunFolder(stages_of(kept)[number - 1].output).last_checkpoint()
         stage = stage.with_model(stages[0].model.path)
     with acting("look", stage, checkpoint, say) as (served, folder, urls):
-        # these import transformers
         from agentfactory.rollout.chains.chain_counts import COUNTS, describe_progress
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout

@@ -62,7 +62,6 @@ def _kind(schema: Any) -> str:
 
 
 TRIED_ROWS = 3
-"""Number of tasks that `check` calls the rewards on."""
 _OF_TWO = "rename it, or give one of them `prefix` or `deny` by an entry of mcp_servers"
 
 
@@ -137,7 +136,6 @@ async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
 
 
 async def _prompt(recipe: Recipe, images: Path) -> None:
-    # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     try:

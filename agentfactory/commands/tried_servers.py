@@ -34,7 +34,6 @@ from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
-_CALL_SECONDS = 10.0
 _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
@@ -90,7 +89,7 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
 async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
     arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
     arguments = arguments if isinstance(arguments, dict) else {}
-    result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
+    result = await session.call(ToolCall("check", spec.name, arguments), timeout_seconds=10.0)
     return _Answer(messages.text_of(result.content), result.error is not None)
 
 
@@ -161,8 +160,7 @@ FindTask = Callable[[], Awaitable[Task | None]]
 async def open_each(
     recipe: Recipe, find_task: FindTask | None = None, prepared: Path | None = None
 ) -> list[TriedServer]:
-    """Open each server alone, all concurrently. With `find_task`, begin a chain on each, with the task that it finds;
-    without a task, environments are created but not reset."""
+    """Open all servers, each alone. With `find_task`, begin a chain on each with its task; without one, reset none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: without_spares(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))

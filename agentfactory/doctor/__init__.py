@@ -17,7 +17,7 @@ from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.config import Part, distinct
+from agentfactory.rollout.config import distinct
 from agentfactory.rollout.model_hub import is_hub_name
 
 Check = Callable[[], Iterable[Finding]]
@@ -32,8 +32,7 @@ def run(
     coordinates: bool = False,
     look: Check | None = None,
 ) -> bool:
-    """Print all findings; with `coordinates`, also the model's image coordinates, and without a problem also the
-    findings of `look`, which takes longer. Return True if there is no problem."""
+    """Print findings, also of `coordinates`, and without a problem those of `look`. Return True without a problem."""
     counts: Counter[Severity] = Counter()
     said = set()
 
@@ -97,7 +96,6 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
             yield from _safely(subject, check)
     yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
     if coordinates and stages:
-        # takes a while to import
         from agentfactory.doctor.coordinate_checks import check_coordinates
 
         yield from _safely("coordinates", partial(check_coordinates, stages[-1]))
@@ -110,7 +108,15 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "model.dtype", partial(recipe_checks.check_dtype, recipe)
     yield "hub", partial(recipe_checks.check_hub, recipe)
     for part in distinct(parts_of(recipe)):
-        yield from _checks_of_part(part)
+        own, of = part.recipe, f" of source {part.name}" if part.name else ""
+        if Path(own.model.path).is_dir() or is_hub_name(own.model.path):
+            yield f"format{of}", partial(recipe_checks.check_format, own)
+        if own.rewards and recipe_checks.has_tasks(own):
+            yield f"rewards{of}", partial(recipe_checks.check_rewards, own)
+        elif own.data is not None and own.data.file is not None and not own.data.file.exists():
+            text = f"not checked with rewards and format: {display(own.data.file)} does not exist yet"
+            fix = "run `agentfactory doctor` again once `agentfactory train` has created it"
+            yield part.section, partial(iter, [warning(part.section, text, fix)])
     if recipe_checks.starts_server(recipe):
         yield "port", partial(recipe_checks.check_address, recipe)
         if recipe.server.engine == "vllm":
@@ -126,16 +132,3 @@ def _safely(subject: str, check: Check) -> Iterator[Finding]:
     except Exception as error:  # boundary: a machine can have any fault
         text = f"the check failed: {type(error).__name__}: {error}"
         yield problem(subject, text, "fix the cause, or report a bug of `agentfactory doctor`")
-
-
-def _checks_of_part(part: Part[Recipe]) -> Iterator[tuple[str, Check]]:
-    """Yield the checks of the chains of one source of tasks."""
-    recipe, of = part.recipe, f" of source {part.name}" if part.name else ""
-    if Path(recipe.model.path).is_dir() or is_hub_name(recipe.model.path):
-        yield f"format{of}", partial(recipe_checks.check_format, recipe)
-    if recipe.rewards and recipe_checks.has_tasks(recipe):
-        yield f"rewards{of}", partial(recipe_checks.check_rewards, recipe)
-    elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():
-        text = f"not checked with rewards and format: {display(recipe.data.file)} does not exist yet"
-        fix = "run `agentfactory doctor` again once `agentfactory train` has created it"
-        yield part.section, partial(iter, [warning(part.section, text, fix)])

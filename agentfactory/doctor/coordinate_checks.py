@@ -17,13 +17,11 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRu
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
-"""Width and height of each picture, and the square's top left corner. No two coordinate systems give similar numbers
-for all pictures."""
+"""Width and height of each picture, and the square's top left corner, which no two coordinate systems confuse."""
 SIDE = 240
 CLEAR = 0.5
 CLOSE = 0.1
-"""Minimum difference of mean IoU that distinguishes two systems: in images that a model gets at nearly full size, its
-pixels are those of the file."""
+"""Minimum difference of mean IoU that tells two systems apart: at nearly full size, both kinds of pixels agree."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 

@@ -60,7 +60,6 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
-    """Report the GPUs, or the reason why there are none."""
     driver = next(filter(os.path.exists, drivers), None)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     for index, gpu in enumerate(seen["gpus"]):
@@ -117,7 +116,6 @@ def existing(folder: Path) -> Path:
 
 
 def check_open_files(chains: int = _CHAINS) -> Iterator[Finding]:
-    """Check that a process may open the files of `chains` at a time, as the run does."""
     try:
         connections.check_open_files(chains)
         yield ok("open files", f"a process may have {connections.raise_open_files() or 'any number'}")

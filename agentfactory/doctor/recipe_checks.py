@@ -38,7 +38,6 @@ from agentfactory.tools.prebuilt import prebuilt
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
-_CODE_REWARDS = ("code_tests",)
 
 
 def runs_code(recipe: Recipe) -> bool:
@@ -46,16 +45,14 @@ def runs_code(recipe: Recipe) -> bool:
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
     by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
-    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
+    return by_tools or any(entry.reward == "code_tests" for entry in recipe.rewards)
 
 
 def starts_server(recipe: Recipe) -> bool:
-    """Return whether `agentfactory train` starts a server."""
     return runs_chains(recipe, "train") and recipe.server.url is None
 
 
 def check_output(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the run folder is new, and its disk has room for the checkpoints."""
     if recipe.output.is_dir() and any(recipe.output.iterdir()):
         fix = "continue it with --resume, replace it with --overwrite, or output=OTHER"
         yield warning("run folder", f"{recipe.output} already exists", fix)
@@ -117,7 +114,6 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
     """Check that chat template and network are usable; report the tool-call format, its rows, and the first prompt."""
-    # imported here, because they import transformers
     from agentfactory.placement.meta_model import check_model
     from agentfactory.rollout.chains.agent_hooks import has_own_loop, load_agent
 
@@ -140,13 +136,11 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
 
 
 def has_tasks(recipe: Recipe) -> bool:
-    """Return whether the recipe's tasks are in a local file."""
     return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
 
 
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
     """Begin a chain on the first task, and show its first prompt and a sample call, both shortened."""
-    # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     assert recipe.data is not None
@@ -168,7 +162,6 @@ def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
-    """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]
     if planned is None:
         yield ok("memory", f"it is planned once {recipe.model.path} exists")
@@ -216,7 +209,6 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
-    # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
     from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, SyncError
 
@@ -253,7 +245,6 @@ def _judge_server(
 
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
-    """Check that models and datasets with hub names are available, as a run does."""
     for wanted in hub_names(recipe, "train"):
         here = "is in the cache" if is_downloaded(wanted.name, wanted.kind) else "is not here; it can be downloaded"
         try:

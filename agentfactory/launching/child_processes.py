@@ -39,8 +39,7 @@ class Terminated(KeyboardInterrupt):
 
 @dataclass
 class Child:
-    """A running child, with its `name` in messages. `explain` finds the cause of its exit in the log's last lines,
-    `is_finishing` returns whether it still has work to finish."""
+    """A running child. `explain` finds the cause of its exit in the log; `is_finishing` tells that it has work left."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -50,7 +49,6 @@ class Child:
     is_finishing: Callable[[], bool] = lambda: False
 
     def failure(self) -> ChildFailed:
-        """Return the error that explains the exit of this child, which has exited."""
         status = self.process.returncode
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
@@ -190,7 +188,6 @@ class Children:
         self._hurried = True
 
     def _watch(self, say: Callable[[str], None]) -> None:
-        """Tell of each process that two looks found stopped, and of each that continues."""
         seen: dict[int, int] = {}  # process id -> consecutive looks at which it was stopped
         while not self._ended.wait(_LOOK_SECONDS):
             before, seen, names = seen, {}, dict[int, str]()

@@ -50,7 +50,6 @@ class Assignment:
     recipe: Recipe
     checkpoint: Path | None
     plan: TimePlan | None = None
-    """The planned time, which the first step is compared with."""
 
     def write(self, file: Path) -> None:
         checkpoint = str(self.checkpoint) if self.checkpoint else None
@@ -128,7 +127,6 @@ class StagePlan:
         )
 
     def describe_adapter(self) -> str | None:
-        """Return a human-readable line about the adapter that the stage begins with; None if there is none."""
         if self.merge is not None:
             return self.merge.describe()
         lora = self.recipe.model.lora
@@ -137,8 +135,7 @@ class StagePlan:
         return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
     def assignment(self, url: str | None, plan: TimePlan | str = "") -> Assignment:
-        """Return the input of the trainer's processes; `url` is the address of the server started for them, `plan` the
-        planned time."""
+        """Return the input of the trainer's processes; `url` is their server, `plan` the planned time."""
         assert self.assigned is not None
         recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
         return Assignment(recipe, self.checkpoint, plan if isinstance(plan, TimePlan) else None)
@@ -179,7 +176,6 @@ class RunPlan:
         return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
     def describe(self) -> Iterator[str]:
-        """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
         if self.prepare is not None:
             yield f"prepare: {self.prepare}"
         for stage, needs in zip(self.stages, self.times(), strict=True):
@@ -200,12 +196,10 @@ class RunPlan:
             yield f"{name}: trainer: {stage.trainer}"
 
     def times(self) -> list[TimePlan | str]:
-        """Return the planned time of each stage, or the reason why there is none."""
         return [*plan_times([stage.recipe for stage in self.stages])]
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
-    """Yield human-readable lines about the memory that the recipe's processes take."""
     unknown = [f"its memory is planned once {recipe.model.path} exists"]
     for line in unknown if placement is None else placement.describe():
         yield f"{recipe.name}: {line}"
@@ -228,8 +222,7 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool 
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Return each stage with its state and its checkpoint; `asked` is one, or AUTO. Raises RunFolderError if there is
-    nothing to resume or it is damaged, SettingError if a recipe does not fit."""
+    """Return stages with their states and checkpoints (`asked`: one, or AUTO). Raises RunFolderError, SettingError."""
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
     if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:

@@ -44,11 +44,6 @@ class Merge:
     def is_done(self) -> bool:
         return self.output.exists()
 
-    @property
-    def command(self) -> list[str]:
-        arguments = (str(self.adapter), self.base, self.dtype, str(self.output))
-        return own_python("-m", "agentfactory.launching.merging", *arguments)
-
     def describe(self) -> str:
         because = f" ({self.reason})" if self.reason else ""
         done = f"was merged into {self.base}" if self.is_done else f"is first merged into {self.base}"
@@ -79,7 +74,9 @@ class Merge:
         if self.is_done:
             return
         say(f"merging the adapter in {display(self.adapter)} into {self.base}")
-        child = children.start("merge of the adapter", self.command, log)
+        arguments = (str(self.adapter), self.base, self.dtype, str(self.output))
+        command = own_python("-m", "agentfactory.launching.merging", *arguments)
+        child = children.start("merge of the adapter", command, log)
         children.wait(child)
         say(child.tail(1)[0])
 

@@ -39,12 +39,6 @@ class Placement:
     warning: str | None = None
     """The reason why it may not fit, if it is tried anyway."""
 
-    def for_server(self, recipe: Recipe) -> Recipe:
-        if self.gpu_memory_utilization is None:
-            return recipe
-        share = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        return updated(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
-
     def for_trainer(self, recipe: Recipe) -> Recipe:
         if recipe.placement.mode == "auto" and self.mode != "separate":
             recipe = updated(recipe, "placement", mode=self.mode)
@@ -56,10 +50,12 @@ class Placement:
         self, recipe: Recipe, adapters: Mapping[str, Path] | None = None, weight_transfer: str | None = None
     ) -> list[str]:
         """Return the command that serves the model of `recipe` here; further arguments: see serving.server_command."""
-        return server_command(self.for_server(recipe), adapters, weight_transfer, self.mode == "time_share")
+        if self.gpu_memory_utilization is not None:
+            share = {"gpu_memory_utilization": self.gpu_memory_utilization}
+            recipe = updated(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
+        return server_command(recipe, adapters, weight_transfer, self.mode == "time_share")
 
     def refusal(self, recipe: Recipe) -> SettingError | None:
-        """Return the error if this placement is impossible, else None."""
         if self.refused is not None:
             return SettingError(*self.refused, source=recipe.name)
         if recipe.server.engine != "vllm" or recipe.server.url is not None or self.on_gpu:

@@ -1,5 +1,4 @@
-"""Run a recipe's `prepare` function in a child process, `python -m agentfactory.launching.prepare FILE.py:NAME FOLDER
-SEED [IMPORT_PATH ...]`."""
+"""Run a recipe's `prepare` function in a child: `python -m ...prepare FILE.py:NAME FOLDER SEED [IMPORT_PATH ...]`."""
 
 import sys
 from collections.abc import Callable
@@ -48,17 +47,14 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
         raise ChildFailed(f"the prepare function ended its process before it was done (log: {log})")
 
 
-def prepare(reference: str, folder: Path, seed: int) -> None:
-    with filled(folder) as aside:
-        function = load_object(reference, Path.cwd())
-        with announced(f"running {Path(reference).name}"):
-            function(aside, seed)
-
-
 if __name__ == "__main__":
     parent_watch.follow_parent()
     import_path.append_folders(map(Path, sys.argv[4:]))
+    reference, place, seed = sys.argv[1:4]
     try:
-        prepare(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+        with filled(Path(place)) as aside:
+            function = load_object(reference, Path.cwd())
+            with announced(f"running {Path(reference).name}"):
+                function(aside, int(seed))
     except (UserCodeError, SettingError) as error:
         sys.exit(str(error))

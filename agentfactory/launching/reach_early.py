@@ -75,7 +75,6 @@ def check_teacher_answers(recipe: Recipe) -> None:
 
 
 def check_tools_open(recipe: Recipe) -> None:
-    """Open the recipe's tools, and close them. Raises SettingError."""
     check_open_files(recipe.most_chains(recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):
@@ -85,7 +84,6 @@ def check_tools_open(recipe: Recipe) -> None:
 def _open_tools(recipe: RolloutRecipe) -> None:
     if not recipe.tools and not recipe.mcp_servers:
         return
-    # imported here, because the MCP SDK is slow to import
     from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.tools.calls.limits import check_limits
     from agentfactory.tools.sessions.toolset import open_toolset
@@ -112,7 +110,6 @@ def _open_tools(recipe: RolloutRecipe) -> None:
 
 
 def without_spares(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry for a try, without spare processes."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it

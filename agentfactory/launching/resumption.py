@@ -40,8 +40,7 @@ _BEFORE = {
 
 
 def choose(folder: RunFolder, asked: Path | None) -> Path | None:
-    """Return the checkpoint to continue from: `asked`, or the newest; None if the run has none. Raises RunFolderError
-    if it is damaged, and suggests the newest earlier one that is intact."""
+    """Return the checkpoint to resume from: `asked`, or the newest, if any. Raises RunFolderError if it is damaged."""
     try:
         found = checkpoints(folder.checkpoints, folder.within)
     except RefusedFileError as error:

@@ -83,7 +83,6 @@ class RunFolder:
         return folder
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl; it can be read immediately."""
         append(self.metrics, json.dumps(metrics, ensure_ascii=False) + "\n")
         if self.on_log:
             self.on_log(metrics)
@@ -170,7 +169,6 @@ class RunFolder:
         self._stopping.touch()
 
     def note_stopped(self) -> None:
-        """Record that the trainer has no unfinished work."""
         self._stopping.unlink(missing_ok=True)
 
     def is_finishing(self) -> bool:
@@ -347,8 +345,7 @@ def base_of_adapter(checkpoint: Path) -> str:
 
 
 def named_base(checkpoint: Path) -> str:
-    """Return the folder or hub name of an adapter's model, which may be missing; one in the run folder may have moved
-    with it. Raises RunFolderError if it cannot be read."""
+    """Return folder or hub name of an adapter's base; one in a run folder may have moved. Raises RunFolderError."""
     try:
         if (checkpoint / INFO).is_file():
             saved = read_info(checkpoint)["recipe"]

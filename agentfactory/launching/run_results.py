@@ -8,15 +8,13 @@ from typing import Any
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.recipe.composition import display
 
-_CURVES = ("reward", "success", "loss")
 _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greedy/success": "held-out success, greedy"}
 
 
 def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
-    """Draw reward and success, or the loss, over steps as a PNG. Return `path`; None if there is nothing to draw.
-    Raises SettingError without the extra `viewer`."""
+    """Draw reward and success, or the loss, as a PNG. Return `path`; None without steps. Raises SettingError."""
     rows = [row for row in metrics if "step" in row]
-    names = [name for name in _CURVES if any(name in row for row in rows)]
+    names = [name for name in ("reward", "success", "loss") if any(name in row for row in rows)]
     if not names:
         return None
     check_extra("viewer")

@@ -16,8 +16,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
 @dataclass
 class Served:
-    """Weights to serve: the recipe with the base model's path, adapters, and the name for requests. `label` is their
-    name in messages, `step` the training step of a checkpoint."""
+    """Weights to serve: recipe of the base model, adapters, their name for requests, and their `label` in messages."""
 
     recipe: Recipe
     label: str

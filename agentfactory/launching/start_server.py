@@ -53,8 +53,7 @@ def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, sa
 
 @asynccontextmanager
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
-    """Run a server on `recipe.model`, and yield it with its address, until the context or this process ends. Raises
-    ChildFailed if it does not start; its log is then kept."""
+    """Run a server on `recipe.model`; yield it with its address. Raises ChildFailed if it does not start."""
     await run_in_thread(partial(check_names, model_names(recipe)))
     descriptor, log = tempfile.mkstemp(prefix="agentfactory-server-", suffix=".log")
     os.close(descriptor)

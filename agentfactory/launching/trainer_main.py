@@ -59,9 +59,8 @@ logger = logging.getLogger("agentfactory.train")
 
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
-    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause of an early
-    end, or None. `asked`: the launcher's assignment, or a checkpoint to resume from, AUTO or None. Without a launcher,
-    rank 0 raises MostChainsDroppedError."""
+    """Train `recipe` on accelerate's processes, and write the run folder. Return the cause of an early end, or None.
+    `asked`: the launcher's assignment, or a checkpoint, AUTO or None; then rank 0 raises MostChainsDroppedError."""
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
     is_launched = isinstance(asked, Assignment)

@@ -108,7 +108,7 @@ class KnownValues(TorchFunctionMode):
         self._values[tensor] = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and args[0] in self._values:
+        if func in (Tensor.__getitem__, Tensor.cpu, Tensor.numpy) and args[0] in self._values:
             values = self._values[args[0]]
             if func is Tensor.numpy:
                 return values
@@ -116,9 +116,6 @@ class KnownValues(TorchFunctionMode):
             self.add(out, values[args[1]] if func is Tensor.__getitem__ else values)
             return out
         return func(*args, **(kwargs or {}))
-
-
-_READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:

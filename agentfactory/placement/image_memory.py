@@ -1,7 +1,6 @@
-"""Memory that images take: their pixels, the vision tower's activations, and its features.
-
-Unlike the language model, the tower is not run on fake tensors, because its shapes depend on the images' values. The
-factors were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py)."""
+"""Memory that images take: their pixels, the vision tower's activations, and its features. The tower is not run on fake
+tensors, because its shapes depend on the images' values. The factors were measured on towers of Qwen2.5-VL and
+Qwen3-VL, within a fifth (tests/placement/test_image_memory.py)."""
 
 from typing import Any
 

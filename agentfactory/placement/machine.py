@@ -1,6 +1,5 @@
-"""This machine's devices and memory, and constants that no GPU has confirmed yet (`make test-gpu` compares the memory
-table with peaks). `python -m agentfactory.placement.machine` prints the devices that torch finds, in a process of its
-own."""
+"""This machine's devices and memory, which `python -m agentfactory.placement.machine` prints, and constants that no GPU
+has confirmed yet (`make test-gpu` compares the memory table with peaks)."""
 
 import json
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ IMAGE_SHARE = 0.5
 IMAGE_PIXELS = 12_845_056
 """Area in pixels of the largest image of a model if the recipe sets none: that of the published Qwen2.5-VL."""
 OWN_PIXELS = 2048 * 2048
-"""Area of the largest image of a model whose processor may enlarge images: that of the published SmolVLM, the largest
-of those families."""
+"""Area of the largest image of a model whose processor may enlarge images: that of the published SmolVLM."""
 LIBRARIES = 400 * 2**20
 """Bytes of Python and its libraries in a process on a CPU, without mapped files: .31e9 in an embedded server, .45e9 in
 a trainer, with torch 2.13 and transformers 5.19."""

@@ -35,8 +35,7 @@ SHAPES = Path(__file__).with_name("shapes")
 
 
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
-    """Load the configuration of a model's folder, or of a hub name: from the hub, earlier downloads, or `SHAPES`, which
-    the second value, a note, tells. Raises ValueError."""
+    """Load a model's configuration from its folder, the hub, or with a note from `SHAPES`. Raises ValueError."""
     # the hub's own client retries for half a minute
     offline = is_hub_name(path) and not hub_answers(path)
     try:
@@ -60,8 +59,7 @@ _WITHOUT_WEIGHTS = (
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
-    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other: fields and shapes below the head are
-    equal."""
+    "vocab_size is 152064, not 151936"; None if fields and shapes below the head are equal: an adapter fits both."""
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:
         here, there = getattr(first, name, None), getattr(second, name, None)
@@ -83,10 +81,9 @@ def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig) -> Policy | ActorCritic:
-    """Return the network that a recipe's learner trains, on the meta device, by its code.
-
-    It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their
-    replacements here, and offload. Raises ValueError if the recipe cannot be trained."""
+    """Return the network that a recipe's learner trains, on the meta device, by its code, without offload, and without
+    liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their replacements
+    here. Raises ValueError if the recipe cannot be trained."""
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     with torch.device("meta"):

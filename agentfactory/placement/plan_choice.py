@@ -141,8 +141,6 @@ def _cache_note(plan: Plan, recipe: Recipe) -> str:
 
 VLLM_SHARE = 0.92
 """Share of a GPU that vLLM 0.32 takes if gpu_memory_utilization is not set."""
-VLLM_CPU_CACHE = GIB
-"""Size that rollout/inference/vllm/vllm_server.py sets for vLLM's cache on a CPU."""
 
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]
@@ -238,7 +236,8 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     share = recipe.server.vllm.gpu_memory_utilization
     cache = need.server.least_cache if need.server else 0
     if need.server and recipe.server.engine == "vllm":
-        cache = VLLM_CPU_CACHE if share is None else max(0, int(share * machine.ram) - parts)
+        # rollout/inference/vllm/vllm_server.py sets this cache on a CPU
+        cache = GIB if share is None else max(0, int(share * machine.ram) - parts)
     terms = {"trainer": trainer} if need.trainer else {}
     terms |= {"server": parts + cache} if need.server else {}
     by_phase = {"together": terms}

@@ -56,10 +56,8 @@ def server_memory(
     device_memory: int | None = None,
 ) -> ServerMemory:
     """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: below 70 GiB).
-
     `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. Weights are
-    quantised as `server.quantization` or the served model's quantization_config says; an unknown method counts as none.
-    """
+    quantised as `server.quantization` or the served model's quantization_config says, if the method is known."""
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
     network, text = meta_network(config, dtype, whole=not embedded or sees(config)), config.get_text_config()
@@ -145,10 +143,9 @@ def _weights(network: PreTrainedModel, bits: float | None) -> list[float]:
 
 
 def _adapters(recipe: RolloutRecipe, network: Any, dtype: torch.dtype) -> list[int]:
-    """Return the bytes of each tensor of adapters. vLLM allocates `max_loras` slots, whatever an adapter contains, at a
-    rank that it supports, for all linear modules and experts of the language model, and for embedding and head if its
-    class has `embedding_modules`; Qwen2's has none unless TABLE_ADAPTERS adds them (_create_lora_modules). The embedded
-    engine stores the adapters themselves."""
+    """Return the bytes of each tensor of adapters. vLLM allocates `max_loras` slots at a rank that it supports, for all
+    linear modules and experts of the language model, and for embedding and head if its class has `embedding_modules`;
+    Qwen2's has none unless TABLE_ADAPTERS adds them (_create_lora_modules). The embedded engine stores the adapters."""
     lora, text = recipe.model.lora, network.config.get_text_config()
     if lora is None:
         return []

@@ -14,7 +14,6 @@ from agentfactory.trainers.sync.backends import backend_of
 Settings = dict[str, Any]
 """Dotted fields and their values, as on the command line."""
 
-_SMALLEST_BUDGET = 1024
 _RANK = 16
 
 
@@ -110,7 +109,7 @@ def _ways(recipe: Recipe) -> list[list[Settings]]:
     if server.vllm.gpu_memory_utilization is not None:
         ways.append([{"server.options.gpu_memory_utilization": None}])
     # a row is never cut: going below its length gains nothing
-    least = max(_SMALLEST_BUDGET, recipe.rollout.max_total_tokens)
+    least = max(1024, recipe.rollout.max_total_tokens)
     ways.append([{"train.token_budget": size} for size in _halved(train.token_budget, least)])
     if not train.gradient_checkpointing:
         ways.append([{"train.gradient_checkpointing": True}])

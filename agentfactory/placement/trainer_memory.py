@@ -1,7 +1,5 @@
-"""Memory that a trainer process takes, from its recipe and the model's configuration alone.
-
-Weights are counted on the learner's policy, on the meta device; activations are found on fake tensors
-(activation_memory.py); the GPU's context and libraries are assumed (machine.py)."""
+"""Memory that a trainer process takes, from its recipe and the model's configuration alone: weights on the meta device,
+activations on fake tensors (activation_memory.py), a GPU's context and libraries by assumption (machine.py)."""
 
 from collections.abc import Iterable
 
@@ -133,9 +131,7 @@ def _sent(policy: Policy) -> int:
 
 
 def optimizer_state(model: nn.Module, train: TrainConfig) -> int:
-    """Return the bytes of the optimizer's state after its first step, for the trained weights of `model`, which are
-    float32.
-
+    """Return the bytes of the optimizer's state after its first step, for the trained weights of `model`, in float32.
     adamw: two moments. adamw_8bit: two moments of one byte each and a float32 constant for each block of 256, but in
     float32 for weights with fewer than 4096 values (bitsandbytes 0.50, Optimizer2State). lion and sgd: one. adafactor:
     sums over the last two dimensions, or one number per weight with a single dimension. muon: one for matrices within

@@ -26,7 +26,6 @@ _ROW_FACTOR = re.compile(r"base_model\.model\..+\.lora_embedding_[AB]")
 
 
 def shape_of(lora: LoraConfig) -> dict[str, Any]:
-    """Return the fields of model.lora that describe the adapter itself."""
     return {name: value for name, value in lora.model_dump(mode="json").items() if name not in _OF_A_RUN}
 
 
@@ -64,7 +63,12 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
         _continue(lora, shape)
         if lora["merge"] is False:
             _check_equal(lora, shape, f"the adapter of stage {before.name}", stage)
-            _check_vision(stage, before)
+            train = stage.data.get("train")
+            vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
+            if (vision != "frozen") != before.train.trains_vision:
+                trained, source = before.train.vision, stage.origin("train.vision")
+                problem = f"got {short(vision)}, and stage {before.name} trained its adapter with {trained!r}"
+                raise SettingError("train.vision", problem, f"set the same, or {_MERGE}", source=source)
             lora["from"], model["path"] = model["path"], before.model.path
             # another precision of the base would change the network
             lora.setdefault("quantization", adapter.quantization)
@@ -158,9 +162,8 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
 
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
-    """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
-    they differ. A new adapter on the merged base takes over the rank alone. Whether a foreign adapter's modules are
-    all-linear, or fit a pattern, is not known here."""
+    """Set what the mapping `lora` leaves out to the fields of the adapter that it continues; `merge` to whether they
+    differ. A new adapter on the merged base takes over the rank alone. A foreign adapter's modules fit any pattern."""
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)
@@ -194,17 +197,7 @@ def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, 
         raise SettingError(field, problem, fix, source=stage.origin(field) if stage else "")
 
 
-def _check_vision(stage: Composed, before: Recipe) -> None:
-    """Raise SettingError if one of the stages has adapters in the vision tower, and the other has none."""
-    train = stage.data.get("train")
-    vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
-    if (vision != "frozen") != before.train.trains_vision:
-        problem = f"got {short(vision)}, and stage {before.name} trained its adapter with {before.train.vision!r}"
-        raise SettingError("train.vision", problem, f"set the same, or {_MERGE}", source=stage.origin("train.vision"))
-
-
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run's folder, of its stages, or of its folder of checkpoints."""
     folders = (folder, *folder.glob("checkpoints"), *folder.glob("*/checkpoints"))
     return [found for each in folders if each.is_dir() for found in checkpoints(each)]
 

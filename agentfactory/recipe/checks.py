@@ -46,8 +46,7 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
 def check_recipe(
     recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Check a recipe's fields against each other, this machine's files and the user's code (imported), for the command
-    `purpose`. Errors about missing programs go to `lacks`, if given. Raises SettingError for the first fault."""
+    """Check a recipe for the command `purpose`; errors about missing programs go to `lacks`. Raises SettingError."""
     with recipe.composed.located():
         _check_prepare(recipe.prepare)
     prepared = recipe.output / "prepared" if recipe.prepare else None
@@ -242,7 +241,6 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
             check_texts(tasks, section)
     Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
-        # imported here, because it imports transformers
         from agentfactory.rollout.groups.teacher_context import check_answers
 
         check_answers("answer", tasks)

@@ -32,12 +32,6 @@ def chosen(data: Any, path: str) -> str:
     return str(found or preset.get(f"{path}.{section.chooser}", default))
 
 
-def has_option(data: Any, path: str, name: str) -> bool:
-    """Return whether the choice of the section `path` has the option `name`; False for a user's own component."""
-    kind = CHOICES[path].options_type(chosen(data, path))
-    return kind is not None and name in kind.model_fields
-
-
 def places(data: Any, keys: list[str]) -> Iterator[tuple[Any, Any]]:
     """Yield the mappings and lists, each with its key, that `keys` reach; * is every entry."""
     key, *rest = keys

@@ -27,7 +27,6 @@ from agentfactory.tools.tool import is_tool
 
 
 def check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
-    """Check that the programs of MCP servers and of the agent exist, and their folders."""
     for key, server in recipe.mcp_servers.items():
         folder = Path(server.cwd or ".")
         if "${chain}" in str(folder):
@@ -59,7 +58,6 @@ def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
 def check_servers(recipe: Recipe, prepared: Path | None) -> None:
     if not recipe.mcp_servers:
         return
-    # imported here, because the MCP SDK is slow to import and few recipes need it
     from agentfactory.tools.mcp_servers.server_entry import check_entry
 
     for key, server in recipe.mcp_servers.items():
@@ -119,7 +117,6 @@ def _load_user_code(recipe: Recipe) -> None:
     Rewards(recipe.rewards, Path.cwd())
     context = recipe.teacher.context if recipe.teacher is not None else None
     if context is not None and ".py:" in context:
-        # imported here, because it imports transformers
         from agentfactory.rollout.groups.teacher_context import load_context
 
         load_context(context, Path.cwd())

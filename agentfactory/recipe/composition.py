@@ -13,7 +13,7 @@ from typing import Any
 from agentfactory.base.config import leaves
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
-from agentfactory.recipe.choices import CHOICES, chosen, has_option, places, value_at
+from agentfactory.recipe.choices import CHOICES, chosen, places, value_at
 from agentfactory.recipe.removed_fields import complete_saved
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
@@ -23,8 +23,6 @@ COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 HERE = "${here}"
 """Placeholder for the folder of the file that contains it; on the command line, the current folder."""
-_PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass
@@ -52,8 +50,8 @@ class Composed:
 
     def _drop_options(self, path: str, before: str, source: str) -> None:
         options, types = value_at(self.data, f"{path}.options"), CHOICES[path].options_type
-        both_own = types(before) is None and types(chosen(self.data, path)) is None
-        if both_own or not isinstance(options, dict):
+        kind = types(chosen(self.data, path))  # None: a user's own component
+        if (types(before) is None and kind is None) or not isinstance(options, dict):
             return
         for name in [*options]:
             mine = any(
@@ -61,7 +59,7 @@ class Composed:
                 for leaf in self.origins
                 if f"{leaf}.".startswith(f"{path}.options.{name}.")
             )
-            if not mine and not has_option(self.data, path, name):
+            if not mine and (kind is None or name not in kind.model_fields):
                 del options[name]
 
     def origin(self, name: str) -> str:
@@ -177,7 +175,6 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
 
 
 def override(composed: Composed, name: str, value: Any) -> None:
-    """Set one dotted field. Paths on the command line are relative to the current folder."""
     *parents, last = name.split(".")
     section: Any = composed.data
     for depth, key in enumerate(parents, 1):
@@ -256,7 +253,7 @@ def _anchor_registered(rows: Any, base: Path) -> None:
 
 
 def _absolute(value: str, base: Path) -> str:
-    if value.startswith(_PLACEHOLDERS):
+    if value.startswith(("${prepared}", "${output}", "${chain}")):
         return value
     # not Path.resolve, which raises RuntimeError for a circular link
     return os.path.realpath(base / Path(value).expanduser())
@@ -265,7 +262,7 @@ def _absolute(value: str, base: Path) -> str:
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
     # Qwen2.5-0.5B is a name, tasks.csv is not
-    is_hub_name = _HUB_NAME.fullmatch(value) and not Path(value).suffix[1:].isalpha()
+    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", value) and not Path(value).suffix[1:].isalpha()
     return value if is_hub_name and not Path(path).exists() else path
 
 
@@ -336,7 +333,6 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 
 
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe that a run in `folder` saved, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
     stages = resolved.get("stages")

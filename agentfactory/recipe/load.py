@@ -28,7 +28,6 @@ from agentfactory.recipe.removed_fields import drop_removed
 from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 
 RecipeT = TypeVar("RecipeT", Recipe, StagedRecipe)
-_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
 NO_MODEL = "none"
@@ -121,7 +120,7 @@ def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, C
             name = stage.data["name"]
             if "stages" in stage.data:
                 raise SettingError("stages", f"{name} is itself a stage", "list its stages in the outer recipe")
-            if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
             if name in _FOLDER_NAMES or name in Recipe.model_fields:
                 raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")

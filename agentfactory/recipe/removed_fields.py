@@ -10,8 +10,6 @@ import yaml
 
 from agentfactory.recipe.choices import places, value_at
 
-_SOURCE = re.compile(r"^(eval\.)?data\.sources\.\w+\.")
-
 
 @cache
 def _removed() -> dict[str, tuple[Any, str]]:
@@ -22,7 +20,7 @@ def _removed() -> dict[str, tuple[Any, str]]:
 
 def fix_of_removed(name: str) -> str | None:
     """Return what to do about the field `name` if recipes had it before, else None."""
-    own = _SOURCE.sub("", name)
+    own = re.sub(r"^(eval\.)?data\.sources\.\w+\.", "", name)
     for known, (_, fix) in _removed().items():
         pattern = re.escape(known).replace(r"\*", r"[^.]+")
         # a source of tasks has settings of `rollout` itself

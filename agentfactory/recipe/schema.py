@@ -78,7 +78,6 @@ class StagedRecipe(_WholeRecipe):
 
 
 def updated(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    """Return a copy with other settings in a section, which are not validated."""
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
 
 
@@ -88,8 +87,7 @@ def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
 
 
 def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
-    """Return YAML with the run's identity on top and placeholders for the run folder, so that it can be replaced; with
-    `whole`, for a file in `output`, with paths below `whole` relative to it."""
+    """Return YAML with placeholders for the run folder; with `whole`, paths below it are relative to `output`."""
     top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
     prefixes = {f"{output}/prepared": "${prepared}", str(output): "${output}"}
     if whole is not None:

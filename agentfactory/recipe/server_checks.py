@@ -45,7 +45,6 @@ def check_engine(recipe: Recipe, lack: Lack) -> None:
     engine = recipe.server.engine
     if engine == "embedded" or not recipe.server.starts:
         return
-    # imported here, because the embedded engine needs no other program
     from agentfactory.rollout.inference.server_command_line import missing_from
 
     python = recipe.server.options.python

@@ -191,7 +191,6 @@ def _algorithm_faults(recipe: Recipe) -> Iterator[Fault]:
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a {whole} the same"
         yield "train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae"
     if ".py:" in train.loss.policy:
-        # imported here, because it imports torch
         from agentfactory.trainers.update.losses import PolicyLoss
 
         PolicyLoss(train.loss)

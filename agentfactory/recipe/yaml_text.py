@@ -11,8 +11,6 @@ RECIPE_BYTES = 1 << 20
 _DEPTH = 64
 _NODES = 100_000
 """Maximum number of values; an alias counts as the values that it stands for."""
-_NUMBER_LENGTH = 400
-"""Maximum length of a number: numbers of base 60 take quadratic time."""
 
 
 class YamlBoundsError(ValueError):
@@ -45,7 +43,7 @@ class _Bounded(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node. Raises YamlBoundsError, and ConstructorError if the text does not fit its tag."""
         kind = node.tag.rpartition(":")[2]
-        if kind in ("int", "float") and len(node.value) > _NUMBER_LENGTH:
+        if kind in ("int", "float") and len(node.value) > 400:  # numbers of base 60 take quadratic time
             raise YamlBoundsError(f"a number of {len(node.value):,} characters, line {node.start_mark.line + 1}")
         try:
             return super().construct_object(node, deep)

@@ -37,13 +37,10 @@ from agentfactory.base.user_code.loading import UserCodeError, load_module, load
 
 IDLE_SECONDS = 900.0
 """Seconds without a call after which an HTTP server reclaims a chain's instance."""
-_EXIT_SECONDS = 2.0
-"""Seconds that a stdio server may take to end after its parent is gone."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
-    """Parse the command line `arguments` (None: those of this process) and serve; `prog` is the command's name in usage
-    messages. Exit with status 2 and the reason if something cannot be served."""
+    """Serve by the command line `arguments` of the command `prog`. Exit with status 2 if something cannot be served."""
     parser = command_line(prog)
     options = parser.parse_args(arguments)
     for option in ("idle_seconds", "api_key_env") if options.http is None else ():
@@ -78,8 +75,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return the `@tool` functions, Environment classes and MCP servers that a file defines under public names. Raises
-    UserCodeError."""
+    """Return the public `@tool` functions, Environment classes and MCP servers of a file. Raises UserCodeError."""
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())
@@ -145,17 +141,16 @@ def serve_stdio(server: Server[Any]) -> None:
 
 
 def _exit_with_parent(stdin: int) -> None:
-    """Exit some seconds after the other end of `stdin` was closed, even if a tool blocks the event loop."""
+    """Exit two seconds after the other end of `stdin` was closed, even if a tool blocks the event loop."""
     poll = select.poll()
     poll.register(stdin, 0)  # reports only hang-ups
     poll.poll()
-    time.sleep(_EXIT_SECONDS)
+    time.sleep(2.0)
     os._exit(1)
 
 
 def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -> None:
-    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError if the port cannot be
-    used, or the key is missing or cannot be stored for clients."""
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for port or key."""
     parent_watch.follow_parent()
     listener = listen("127.0.0.1", port, "--http")
     # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired

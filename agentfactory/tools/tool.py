@@ -24,7 +24,6 @@ SUPPORTED_ANNOTATIONS = (
 _MAX_REASONS = 5
 _MAX_SHOWN = 80
 _OBJECT_TYPES = ("model_type", "model_attributes_type", "dataclass_type", "dict_type")
-_OBJECT_WANTED = "Input should be an object"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -100,7 +99,6 @@ def tool(function: Function) -> Function:
 
 
 def is_tool(value: object) -> bool:
-    """Return whether `value` is a function or bound method marked by `@tool`."""
     return inspect.isroutine(value) and isinstance(getattr(value, "spec", None), ToolSpec)
 
 
@@ -201,7 +199,7 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
         if fault["type"] == "missing":
             reasons[f"{where}.{fault['loc'][-1]}".lstrip(".") + " is missing"] = []
         else:
-            reason = _OBJECT_WANTED if fault["type"] in _OBJECT_TYPES else fault["msg"]
+            reason = "Input should be an object" if fault["type"] in _OBJECT_TYPES else fault["msg"]
             reasons.setdefault(where, []).append(reason)
             shown = json.dumps(fault["input"], ensure_ascii=False, default=str)
             given.setdefault(where, shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "...")

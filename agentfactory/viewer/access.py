@@ -42,9 +42,8 @@ class PrivatePath:
 
 class Guard:
     """ASGI middleware that refuses requests from other origins, and keeps the page from loading anything from them. A
-    foreign page can make a browser send requests to loopback addresses, even under its own host name that it points
-    there (DNS rebinding). Therefore `Host` must be ours, and if the browser sends the origin of a request, it must be
-    the page itself."""
+    foreign page can make a browser send requests to loopback addresses, even under its own host name (DNS rebinding).
+    Therefore `Host` must be ours, and the origin of a request, if the browser sends it, the page itself."""
 
     def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app

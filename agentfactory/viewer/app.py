@@ -37,7 +37,6 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_file(name: str) -> str:
-    """Return a file of the page, as text."""
     return (resources.files("agentfactory.viewer") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -59,7 +58,6 @@ def _static(name: str, request: Request) -> Response:
 
 
 def plotly_script() -> str:
-    """Return plotly.js."""
     # `view` checks that it is installed
     from plotly.offline import get_plotlyjs
 
@@ -189,7 +187,6 @@ class _Answers:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """Return the names of all metrics, in order of first appearance."""
     # the reading thread only appends lines, so iterating over a copy is safe
     return list(dict.fromkeys(name for run in runs for line in list(run.lines) for name in line))
 

@@ -85,9 +85,8 @@ _CALLS = re.compile(r"trajectory/tool/(.+)/calls")
 
 def charts(names: Iterable[str]) -> dict[str, Any]:
     """Return `sections`, each with a title and charts, and `others`, the charts without a section. A chart has a key, a
-    title, a unit, a meaning, and lines. A line has the metric, its kind (`train`, `sampled` and `greedy` on held-out
-    tasks, `rollout`), and optionally `per`, the metric that it is divided by, or `low` and `high`, the metrics with the
-    ends of its interval."""
+    title, a unit, a meaning, and lines; a line the metric, its kind (`train`, `sampled` and `greedy` on held-out tasks,
+    `rollout`), and optionally `per`, the metric that it is divided by, or `low` and `high`, its interval's metrics."""
     by_key: dict[str, dict[str, str]] = defaultdict(dict)
     measured = list(names)
     ends = _interval_ends(measured)
@@ -105,7 +104,8 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
     found |= _ratios(by_key)
     sections = []
     for title, patterns in _SECTIONS.items():
-        chosen = _own(found) if title == _OWN else _matching(patterns, found)
+        matching = [key for pattern in patterns for key in found if re.fullmatch(pattern, key)]
+        chosen = _own(found) if title == _OWN else dict.fromkeys(matching)
         if chosen:
             sections.append({"title": title, "charts": [found.pop(key) for key in chosen]})
     return {"sections": sections, "others": [found[key] for key in sorted(found)]}
@@ -184,19 +184,13 @@ def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _matching(patterns: Sequence[str], found: dict[str, Any]) -> list[str]:
-    chosen = [key for pattern in patterns for key in found if re.fullmatch(pattern, key)]
-    return list(dict.fromkeys(chosen))
-
-
 def _own(found: dict[str, Any]) -> list[str]:
     return [key for key in found if key.startswith("trajectory/") and meaning_of(key) is None]
 
 
 def series_of(lines: Sequence[dict[str, Any]], start: int) -> dict[str, Any]:
-    """Return the metrics of `lines` from number `start` on. `from` is the number of the first line, `lines` the number
-    after the last one. `series` has per name `y`, the finite numbers, and `at`, the numbers of their lines; without
-    `at`, every line has the metric."""
+    """Return the metrics of `lines` from number `start` on: `from` is the first line's number, `lines` that after the
+    last, `series` has per name `y`, the finite numbers, and `at`, the numbers of their lines, unless all have it."""
     new = lines[start:]
     at: dict[str, list[int]] = {}
     y: dict[str, list[float]] = {}

@@ -29,9 +29,8 @@ _POLICY = (
 
 def export(folders: Sequence[Path], file: Path) -> str:
     """Write the page of these runs to `file`, and return a description of its content. Raises SettingError. It contains
-    at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all. Each run has an equal share of both, plus what
-    smaller runs leave unused; within a run, trajectories are spread evenly. Recipes are left out, because they may
-    contain private names."""
+    at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all, of which each run has an equal share, plus
+    what smaller runs leave unused, spread evenly. Recipes are left out, because they may contain private names."""
     if not file.parent.is_dir():
         raise SettingError("", f"--export {file}: {file.parent} is not a folder", "create it first")
     follower = Follower(folders)

@@ -16,7 +16,6 @@ _HOST = "127.0.0.1"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, such as runs/quickstart")
     parser.add_argument(
         "--port", type=_port, default=PORT, metavar="N", help=f"port on 127.0.0.1; 0 takes a free one (default: {PORT})"

@@ -215,7 +215,7 @@ def test_a_server_that_took_the_address_keeps_its_key(runtime: Path) -> None:
 
 def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that keys go only to the server's address: at another address of the name, another user may listen."""
-    monkeypatch.setattr(server_keys, "_addresses", lambda url: (("::1", 4011), ("127.0.0.1", 4011)))
+    monkeypatch.setattr(server_keys, "loopback_addresses", lambda url: (("::1", 4011), ("127.0.0.1", 4011)))
     assert pinned("http://localhost:4011/v1") == "http://localhost:4011/v1"
     with published_key("127.0.0.1", 4011):
         assert find_key("http://localhost:4011") is None

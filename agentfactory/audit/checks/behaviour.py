@@ -36,7 +36,7 @@ class ToolCallCheck(Check):
         self._errors: Counter[str] = Counter()
         self._answers: dict[str, Counter[str]] = {}
         self._arguments: dict[str, set[str]] = {}
-        self._unanswered, self._unoffered = Places(), Places()
+        self._unanswered = Places()
         self._repeats = self._after_error = 0
         self._first: dict[str, Evidence] = {}
 
@@ -144,7 +144,8 @@ class OutcomeCheck(Check):
                 continue
             self._ends[chain.outcome] += 1
             error = (chain.error or str(chain.stop_reason or "")).splitlines()[:1]
-            text = _alike(error[0]) if error else ""
+            # equal causes are counted together, whatever their numbers
+            text = "".join("0" if char.isdigit() else char for char in "".join(error))[:200]
             self._errors.setdefault(chain.outcome, Counter())[text] += 1
             place = Evidence(chain.error or text, seen.group.id, chain.id, file=seen.file)
             self._first.setdefault((chain.outcome, text), place)
@@ -165,11 +166,6 @@ class OutcomeCheck(Check):
 
     def looked_at(self) -> str:
         return f"the ends of {self._chains:,} chains" if self._chains else ""
-
-
-def _alike(error: str) -> str:
-    """Return an error without its numbers, so that equal causes are counted together."""
-    return "".join("0" if char.isdigit() else char for char in error)[:200]
 
 
 ENOUGH_TURNS = 200

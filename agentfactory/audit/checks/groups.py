@@ -152,7 +152,6 @@ class GroupCheck(Check):
 
 def _credit(group: Group, recipe: Recipe) -> "Credit":
     """Return the trainer's credit of a group if it trains all tokens."""
-    # this imports torch
     from agentfactory.trainers.loop.token_advantages import Credit
 
     loss = recipe.train.loss.model_copy(update={"top_entropy": 1.0})

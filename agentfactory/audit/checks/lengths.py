@@ -18,11 +18,9 @@ ENOUGH_CHAINS = 128
 SHORTER, SIGNIFICANT = 0.85, 4.0
 """Ratio of trained to started lengths, and distance in standard errors, beyond which there is a warning."""
 RELATED, GROWN = 0.5, 1.5
-"""Correlation of rewards with lengths within groups, and growth of the length over the run, beyond which there is a
-warning."""
+"""Correlation of rewards with lengths within groups, and growth of the length over the run, above which we warn."""
 LOOPS, LONG, MANY = 0.2, 400, 0.1
-"""Compressed share of a text of at least LONG characters that repeats itself; share of such chains beyond which there
-is a warning."""
+"""Compressed share of a text of at least LONG characters that loops; share of such chains above which we warn."""
 
 
 @dataclass

@@ -11,8 +11,6 @@ from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.trainers.loop.health import Health, ordered_by
 
-_FINITE = ("loss", "grad_norm", "reward", "entropy")
-
 
 class MetricCheck(Check):
     """Steps must follow one another, figures be numbers, and a step's reward that of the chains that it trained."""
@@ -47,7 +45,7 @@ class MetricCheck(Check):
             before, after = jumps[0]
             text = f"step {after} follows step {before}, and {len(jumps)} such places in all"
             yield self.wrong(text, "each step must be logged once: look at how the run was continued")
-        for name in _FINITE:
+        for name in ("loss", "grad_norm", "reward", "entropy"):
             bad = [line["step"] for line in self._steps if not math.isfinite(line.get(name) or 0.0)]
             if bad:
                 text = f"{name} is not a number in {len(bad)} steps, first in step {bad[0]}"

@@ -25,8 +25,6 @@ _COMPARED = ("role", "content", "reasoning_content", "tool_calls")
 
 @dataclass(frozen=True)
 class Difference:
-    """A place at which a row differs from its messages."""
-
     kind: str
     row: int
     position: int

@@ -22,8 +22,7 @@ of two likely tokens do at another temperature."""
 SURE = -1e-3
 """Log-probability of tokens that say nothing about a temperature."""
 SOME, AGREE = 0.1, 0.1
-"""Share of the chains that differ, and of those that agree, if servers differ; chains agree within this share of what
-rounding gives."""
+"""Share of the chains that differ, and that agree, if servers differ; chains agree within this share of rounding."""
 
 
 @dataclass

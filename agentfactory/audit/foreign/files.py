@@ -11,12 +11,10 @@ from pydantic_core import from_json
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import lines_of, open_file, read_json
 
-COMPRESSED = ".zst"
 _FIX = "copy the file again, or remove this line"
 
 
 def malformed(file: Path, number: int, error: object, part: str = "line") -> SettingError:
-    """Return the error for line (or another part) `number` of a file."""
     return SettingError("", f"{part} {number} of {file} cannot be read: {_described(error)}", _FIX)
 
 
@@ -41,7 +39,7 @@ def rows_of(file: Path, within: Path | None = None) -> Iterator[tuple[int, dict[
     number = 0
     try:
         with open_file(file, within) as plain:
-            for number, line in enumerate(lines_of(_decompressed(plain) if file.suffix == COMPRESSED else plain), 1):
+            for number, line in enumerate(lines_of(_decompressed(plain) if file.suffix == ".zst" else plain), 1):
                 if not line.strip():
                     continue
                 try:
@@ -83,7 +81,6 @@ def first_row(file: Path) -> dict[str, Any]:
 
 
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the values of an object."""
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) and type(value) is not bool}
 
 

@@ -48,7 +48,6 @@ class Saved:
 
 
 def saved_lines(files: Iterable[Path]) -> Iterator[Saved]:
-    """Yield the lines of files of JSON lines."""
     for file in files:
         for number, row in rows_of(file):
             yield Saved(file, number, row)
@@ -60,8 +59,7 @@ Pass = Callable[[], Iterator[Saved]]
 
 class Gathered:
     """All groups of a run, read twice: once to check each chain and to count those of each group, and again for each
-    pass over the groups, which keeps only groups that are not complete yet. Raises SettingError, at once, if a chain
-    cannot be read."""
+    pass over the groups, which keeps only incomplete ones. Raises SettingError if a chain cannot be read."""
 
     def __init__(self, folder: Path, saved: Pass, items: Callable[[Saved], Iterable[Item]]) -> None:
         self._folder, self._saved, self._items = folder, saved, items
@@ -83,7 +81,6 @@ class Gathered:
 
     @property
     def size(self) -> int:
-        """The number of groups."""
         return len(self._counts)
 
     def problems(self) -> list[Finding]:

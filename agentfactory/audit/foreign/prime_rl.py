@@ -36,8 +36,6 @@ _FILES = (
 )
 """Files of chains. Those that were trained come before all, because only they have advantages."""
 _NOTES = ("traces/step_*/*/annotations/*.jsonl", "traces/annotations/*/*.jsonl*")
-_LAST = "trainer"
-"""Writer of the notes that are added last, because the orchestrator ships what the trainer then trains."""
 _OURS = {
     "optim/grad_norm": "grad_norm",
     "loss/mean": "loss",
@@ -103,7 +101,8 @@ class _Run:
     def __init__(self, folder: Path, files: list[Path], notes: list[Path]) -> None:
         self._files = files
         self._notes: dict[str, list[traces.Update]] = defaultdict(list)
-        for file in sorted(notes, key=lambda file: _LAST in (file.stem, file.parent.name)):
+        # the trainer's notes last, because the orchestrator ships what the trainer then trains
+        for file in sorted(notes, key=lambda file: "trainer" in (file.stem, file.parent.name)):
             self._note(file)
         self.versions: set[int] = set()
         self.gathered = Gathered(folder, self._saved, self._items)

@@ -49,22 +49,16 @@ class Node(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """An error of a trace or an episode."""
-
     type: str = ""
     message: str = ""
 
 
 class Reward(msgspec.Struct):
-    """A named reward."""
-
     score: float
     weight: float = 1.0
 
 
 class Task(msgspec.Struct):
-    """The task of a trace."""
-
     data: dict[str, Any] = msgspec.field(default_factory=dict)
     key: str | None = None
     hash: str | None = None
@@ -78,8 +72,6 @@ class Seat(msgspec.Struct):
 
 
 class Call(msgspec.Struct):
-    """A call of the model."""
-
     finish_reason: str | None = None
     error: Error | None = None
 
@@ -110,9 +102,6 @@ class _Update(msgspec.Struct):
     trace_id: str
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     branches: list[_Branch] = msgspec.field(default_factory=list)
-
-
-_STREAMS = ("advantages", "trainer_logprobs")
 
 
 class Episode(msgspec.Struct):
@@ -309,7 +298,7 @@ def update_of(row: dict[str, Any]) -> tuple[str, Update]:
     streams = {
         (branch.index, name): np.asarray([np.nan if value is None else value for value in values], dtype=np.float32)
         for branch in saved.branches
-        for name in _STREAMS
+        for name in ("advantages", "trainer_logprobs")
         if (values := getattr(branch, name))
     }
     return saved.trace_id, Update(saved.info, streams)

@@ -129,7 +129,6 @@ class TurnEffect:
 
     @property
     def effect(self) -> float:
-        """The change of the expected result."""
         return self.after.mean - self.before.mean
 
 
@@ -160,8 +159,7 @@ def preference(
     saved: Trajectory, turns: int, chains: Sequence[Trajectory], specs: Sequence[ToolSpec]
 ) -> dict[str, Any]:
     """Return the best and the worst of several continuations after the first `turns` turns of a chain, in TRL's
-    conversational format with `prompt`, `chosen` and `rejected`. Raises ValueError if their rewards are equal, or if
-    they do not share the prompt."""
+    conversational format. Raises ValueError if their rewards are equal, or if they do not share the prompt."""
     prompt = saved.messages[: own_messages(saved)[turns]]
     sharing = [chain for chain in chains if chain.messages[: len(prompt)] == prompt]
     if not sharing:

@@ -16,10 +16,9 @@ from agentfactory.rollout.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Change:
-    """The difference of a chain that is played again from the saved one. `actions` are the assistant's messages at some
-    turns, in place of those that were sampled. `result` replaces the text of the results of the last turn that is
-    played again. `system` replaces the system prompt: the messages are then rendered again, and their tokens differ
-    from those that were sampled after."""
+    """The difference of a chain that is played again from the saved one. `actions` replace the assistant's messages at
+    some turns, `result` the text of the results of the last turn that is played again, and `system` the system prompt:
+    the messages are then rendered again, and their tokens differ from those that were sampled."""
 
     actions: dict[int, Message] | None = None
     result: str | None = None
@@ -32,9 +31,8 @@ class Change:
 
 
 class PrefixHooks(AgentHooks):
-    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest. The
-    prompt of each turn must be the saved one, token by token; otherwise the chain ends with an error, and `diverged`
-    says what was different."""
+    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest. If the
+    prompt of a turn is not the saved one, token by token, the chain ends with an error, and `diverged` says why."""
 
     def __init__(self, saved: Trajectory, turns: int, change: Change) -> None:
         self.saved, self.turns, self.change = saved, turns, change
@@ -44,7 +42,9 @@ class PrefixHooks(AgentHooks):
     async def generate(self, turn: Turn) -> Completion:
         actions = self.change.actions or {}
         if turn.number in actions:
-            completion = self._forced(turn, actions[turn.number])
+            ids = tokens_of(actions[turn.number], turn.messages, turn.specs, turn.renderer)
+            # inserted tokens, which were not sampled
+            completion = Completion(ids, [0.0] * len(ids), [], False, [0] * len(ids))
         elif turn.number < self.turns:
             completion = self._again(turn)
         else:
@@ -84,11 +84,6 @@ class PrefixHooks(AgentHooks):
             there, was = (turn.renderer.decode([int(token) for token in ids[at : at + 12]]) for ids in (mine, saved))
             self.diverged = f"before turn {turn.number + 1}, token {at}: {there!r}, and was {was!r}"
             raise DivergedError(self.diverged)
-
-    def _forced(self, turn: Turn, message: Message) -> Completion:
-        """Return a message as a turn whose tokens are inserted and not sampled."""
-        ids = tokens_of(message, turn.messages, turn.specs, turn.renderer)
-        return Completion(ids, [0.0] * len(ids), [], False, [0] * len(ids))
 
 
 def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolSpec], renderer: Any) -> list[int]:

@@ -29,7 +29,6 @@ EXAMPLES = [
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder, such as runs/quickstart")
     parser.add_argument("chain", metavar="CHAIN", help="the chain's id, as the viewer and `audit` show it")
     about = "sample from before this turn, counted from 1; default: from before each, to rank them"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
@@ -42,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def _reason(error: Exception) -> OSError | None:
     """Return the system's error for a full disk that `error` is, or that it quotes as Rust libraries do; else None."""
-    for number in _FULL:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if getattr(error, "errno", None) == number or f"(os error {number})" in str(error):
             return OSError(number, os.strerror(number))
     return None

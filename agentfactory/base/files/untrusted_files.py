@@ -13,7 +13,6 @@ from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-JSON_BYTES = 64 << 20
 JSON_VALUES = 4 << 20
 """Maximum number of values: a short file can take a hundred times its length; a large tokenizer has 2 million."""
 LINE_BYTES = 128 << 20
@@ -29,8 +28,6 @@ _KINDS = {
 
 _DEEPEST = 64
 _MOST_LINKS = 40
-_THREADS = 12
-"""On ext4 the removal of a folder may wait milliseconds for the disk; threads overlap these waits."""
 _PIECE = 1 << 20
 _ENTRY = 4096
 """Bytes that an entry takes at least, as in `disk_use`."""
@@ -74,7 +71,7 @@ def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
     return content
 
 
-def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
+def read_json(path: Path, within: Path | None = None, most: int = 64 << 20) -> dict[str, object]:
     """Return the JSON object in a file, read by `read_file`. Raises ValueError for anything else or too many values."""
     content = read_file(path, most, within)
     if not has_few_values(content):
@@ -139,7 +136,6 @@ def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
 
 
 def refused(path: Path, kind: int) -> RefusedFileError:
-    """Return the error for a path of a type that is not opened."""
     fix = "put the file or folder itself there" if kind == stat.S_IFLNK else "replace it, or delete it"
     return RefusedFileError(path, f"is {_KINDS.get(kind, 'a regular file')}", fix)
 
@@ -367,8 +363,7 @@ def _removed(folder: Path) -> list[str]:
     prefix, numbers = f".{secrets.token_hex(8)}-", itertools.count()
 
     def clear(name: str) -> list[str]:
-        """Remove a folder of `top`, or the files of `top` itself. Move its folders to `top`, which keeps paths short
-        and lets them be removed in parallel; return their names there."""
+        """Remove a folder of `top`, or its files. Move its folders to `top`, for short paths; return their names."""
         below: list[str] = []
         try:
             opened = os.open(name, _FOLDER, dir_fd=top)
@@ -400,7 +395,8 @@ def _removed(folder: Path) -> list[str]:
     except OSError as error:
         return [f"{folder}: {error.strerror}"]
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        # on ext4 the removal of a folder may wait milliseconds for the disk; threads overlap these waits
+        with ThreadPoolExecutor(12) as pool:
             below = clear(".")
             while below:
                 below = [*itertools.chain.from_iterable(pool.map(clear, below))]

@@ -1,5 +1,4 @@
-"""Sessions of requests to other servers, and their answers within a bound. Callers pass `allow_redirects=False`:
-another server would get the request's body and key."""
+"""Sessions of requests and their bounded answers. Callers follow no redirect, which would give away body and key."""
 
 from typing import Any
 
@@ -44,7 +43,6 @@ async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 def redirected(place: str) -> str:
-    """Describe a redirect to an address."""
     return f"redirects to {place[:_SHOWN]}, which is not followed; fix: write that address"
 
 

@@ -67,8 +67,6 @@ class _Refusing(asyncio.Protocol):
 
 
 class OnLoss:
-    """A protocol with a callback for the loss of its connection."""
-
     def __init__(self, protocol: asyncio.BaseProtocol, left: Callable[[Exception | None], None]) -> None:
         self._protocol, self._left = protocol, left
 
@@ -80,19 +78,15 @@ class OnLoss:
         self._protocol.connection_lost(error)
 
 
-class _Few(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: Counter[str] = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind = str(record.msg)
-        self._counts[kind] += 1
-        if self._counts[kind] == _MOST_RECORDS:
-            record.msg = f"{kind} (further ones are not logged)"
-        return self._counts[kind] <= _MOST_RECORDS
-
-
 def log_few(logger: logging.Logger) -> None:
     """Limit a server's logger to three records of each kind, because clients can cause any number."""
-    logger.addFilter(_Few())
+    counts: Counter[str] = Counter()
+
+    def is_logged(record: logging.LogRecord) -> bool:
+        kind = str(record.msg)
+        counts[kind] += 1
+        if counts[kind] == _MOST_RECORDS:
+            record.msg = f"{kind} (further ones are not logged)"
+        return counts[kind] <= _MOST_RECORDS
+
+    logger.addFilter(is_logged)

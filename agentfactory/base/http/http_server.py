@@ -67,8 +67,7 @@ def _server(app: ASGIApp, websockets: Literal["none", "websockets-sansio"]) -> u
     def connection(**given: Any) -> asyncio.BaseProtocol:
         return limit.admit(partial(_Connection, **given))
 
-    http = cast(Any, connection)
     quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 1}
-    config = uvicorn.Config(app, http=http, ws=websockets, **quiet)
+    config = uvicorn.Config(app, http=cast(Any, connection), ws=websockets, **quiet)
     log_few(logging.getLogger("uvicorn.error"))
     return uvicorn.Server(config)

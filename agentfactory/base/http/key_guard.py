@@ -61,8 +61,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 @contextmanager
 def server_key(host: str, port: int, variable: str | None) -> Iterator[tuple[str, str]]:
-    """Yield a server's key and a line with its location: the environment variable `variable`, or a file that only this
-    user can read. Raises SettingError if the one is not set, or the other cannot be written."""
+    """Yield a server's key and where it is: the `variable`, or a file of this user alone. Raises SettingError."""
     if variable is not None:
         yield key_of_environment("--api-key-env", variable), f"its key is in the variable {variable}"
         return

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.loopback import is_http_address, is_loopback
-from agentfactory.base.http.server_keys import has_loopback_address
+from agentfactory.base.http.server_keys import loopback_addresses
 from agentfactory.base.user_code.extras import check_extra
 
-_SCHEMES = ("http", "https", "socks5", "socks5h")
 _SPARED = re.compile(r"(?:\*?\.)?(?P<host>\*|\[[^\]]+\]|[^:]+|[\da-f:/]+)(?::(?P<port>\d+))?")
 """An entry of NO_PROXY: a host, a domain, an address or a network, each with or without a port; or *."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -32,23 +31,21 @@ class Proxy:
 
     @property
     def is_socks(self) -> bool:
-        """True if it speaks SOCKS instead of HTTP."""
         return self.url.startswith("socks")
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """Return the proxy for requests to `url`; None for servers on this machine and hosts in NO_PROXY. Raises
-    SettingError if the variable holds no address of a proxy, or the library for SOCKS is missing."""
+    """Return the proxy for requests to `url`; None for this machine and hosts in NO_PROXY. Raises SettingError."""
     parts = urlsplit(url)
     found = next(filter(None, map(_variable, (f"{parts.scheme}_proxy", "all_proxy"))), None)
     if found is None or parts.hostname is None or _spared(parts.hostname, parts.port):
         return None
-    if is_loopback(parts.hostname) or has_loopback_address(url):
+    if is_loopback(parts.hostname) or loopback_addresses(url):
         return None
     variable, value = found
     proxy = Proxy(variable, value if "://" in value else f"http://{value}")
     scheme, _, rest = proxy.url.partition("://")
-    if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
+    if scheme.lower() not in ("http", "https", "socks5", "socks5h") or not is_http_address(f"http://{rest}"):
         shown = proxy.url.rpartition("@")[2]
         raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
     if proxy.is_socks:

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
 
 def key_folder() -> Path:
     """Return the folder of this user's keys, which need not exist."""
@@ -34,8 +32,7 @@ def key_file(host: str, port: int) -> Path:
 
 @contextmanager
 def published_key(host: str, port: int) -> Iterator[str]:
-    """Generate a key for the server at `host` and `port`, and keep it in its file during the context. Raises
-    SettingError if another user could read the folder."""
+    """Keep a new key for the server at `host` and `port` in its file during the context. Raises SettingError."""
     file = key_file(host, port)
     with suppress(FileExistsError):
         file.parent.mkdir(mode=0o700)
@@ -68,20 +65,15 @@ def pinned(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname is None or _is_address(parts.hostname):
         return url
-    for host, port in _addresses(url):
+    for host, port in loopback_addresses(url):
         if _is_left(key_file(host, port)):
             return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
     return url
 
 
-def has_loopback_address(url: str) -> bool:
-    """Return whether the host in `url` is this machine, by a loopback address of its name."""
-    return bool(_addresses(url))
-
-
 def key_file_of(url: str) -> Path | None:
     """Return the file with the key that the server at `url` has stored for this user; None if there is none."""
-    return next((file for address in _addresses(url) if _is_left(file := key_file(*address))), None)
+    return next((file for address in loopback_addresses(url) if _is_left(file := key_file(*address))), None)
 
 
 def _is_left(file: Path) -> bool:
@@ -118,10 +110,10 @@ def key_of_environment(field: str, variable: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _addresses(url: str) -> tuple[tuple[str, int], ...]:
+def loopback_addresses(url: str) -> tuple[tuple[str, int], ...]:
     """Return the loopback addresses (IP, port) that `url` resolves to; none for another machine."""
     parts = urlsplit(url)
-    port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     try:
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except OSError:

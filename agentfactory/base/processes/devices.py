@@ -39,8 +39,6 @@ REPETITIONS, COPIES = 5, (16, 2)
 """Timed layers for each of ROWS: those of a decoding step come from memory, not from the processor's caches."""
 FASTER = 0.8
 """Share of float32's time below which bfloat16 pays for its rounding."""
-_PASSIVE = {"OMP_WAIT_POLICY": "passive"}
-"""So that threads that wait take no processor time."""
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -112,15 +110,14 @@ def _tell(text: str) -> None:
 
 @functools.cache
 def measured() -> Speed:
-    """Return the result of `measure`, which stays in the user's cache folder. Raises SettingError if torch cannot be
-    imported."""
+    """Return the result of `measure`, kept in the user's cache folder. Raises SettingError if torch fails to import."""
     # without torch, a home or a folder to write to, nothing is kept
     with suppress(OSError, RuntimeError, ValueError, TypeError, ImportError):
         return TypeAdapter(Speed).validate_json(_kept().read_bytes())
     try:
-        speed = TypeAdapter(Speed).validate_python(
-            parent_watch.answer_of("agentfactory.base.processes.devices", env=_PASSIVE)
-        )
+        # threads that wait take no processor time
+        answer = parent_watch.answer_of("agentfactory.base.processes.devices", env={"OMP_WAIT_POLICY": "passive"})
+        speed = TypeAdapter(Speed).validate_python(answer)
     except RuntimeError as error:
         raise SettingError("model.dtype", f"auto: torch cannot be imported: {error}", "install it again") from None
     # a driver whose GPU torch does not find may soon be mended
@@ -143,8 +140,7 @@ def _kept() -> Path:
 
 
 def onednn_packs(dtype: "torch.dtype") -> bool:
-    """Return whether the embedded engine packs weights of this dtype for oneDNN on this CPU: in bfloat16 only where it
-    has instructions for that."""
+    """Return whether the embedded engine packs weights of this dtype for oneDNN on this CPU."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -155,8 +151,7 @@ def onednn_packs(dtype: "torch.dtype") -> bool:
 
 
 def measure() -> Speed:
-    """Time linear layers in both dtypes, on the GPU if there is one: for few rows as the embedded engine computes them,
-    for many as the trainer does."""
+    """Time linear layers in both dtypes, on a GPU if any: few rows as the engine does, and many as the trainer does."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -198,8 +193,7 @@ def _layer(weight: "Tensor", rows: int) -> "Callable[[Tensor], Tensor]":
 
 
 def _seconds(call: Callable[[], object], threads: int = 1) -> float:
-    """Return the seconds of a call that keeps all threads busy; on a CPU, processor time, which other processes do not
-    change."""
+    """Return the seconds of a call that keeps all threads busy; on a CPU, of its processor time."""
     import torch
 
     on_gpu = torch.cuda.is_available()

@@ -23,21 +23,21 @@ def main() -> None:
         print(f"{sys.argv[1]} cannot be started: {error.strerror}", file=sys.stderr)
         sys.exit(127)
     closed = threading.Event()
-    threading.Thread(target=_end_with_stdin, args=(closed,), daemon=True).start()
+
+    def end_with_stdin() -> None:
+        while os.read(0, 4096):
+            pass
+        closed.set()
+        end_descendants()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     status = child.wait()
     if closed.is_set():  # the other thread may have reaped the child, and with it the status
         status = -signal.SIGTERM
     end_descendants()
     sys.stdout.flush()
     os._exit(status if status >= 0 else 128 - status)
-
-
-def _end_with_stdin(closed: threading.Event) -> None:
-    while os.read(0, 4096):
-        pass
-    closed.set()
-    end_descendants()
-    os._exit(128 + signal.SIGTERM)
 
 
 def end_descendants() -> None:

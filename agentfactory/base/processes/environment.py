@@ -34,7 +34,6 @@ def named() -> list[str]:
 
 
 def is_named(name: str) -> bool:
-    """Return whether the recipe names a variable."""
     return name in named()
 
 

@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 1.0
-"""A terminal sends Ctrl-C to a command's process and to its parent, which forwards it: signals within this time after
-the first are the same."""
+"""A terminal sends Ctrl-C to a command's process and to its parent, which forwards it within this time."""
 
 
 def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:
@@ -22,7 +20,7 @@ def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:
     loop, KeyboardInterrupt can lose a wake-up."""
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(main)  # signals are handled in the main thread
-    found = {int(number): signal.getsignal(number) for number in _SIGNALS}
+    found = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     first: tuple[int, float] | None = None  # signal, time
 

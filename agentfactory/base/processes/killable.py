@@ -46,7 +46,6 @@ class KillableProcesses:
                     process.end()
 
     def close(self) -> None:
-        """End the idle processes; the next use starts new ones."""
         while self._idle:
             self._idle.pop().end()
 

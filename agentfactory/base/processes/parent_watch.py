@@ -1,5 +1,4 @@
-"""Processes that end when their starter is gone, even after kill -9; a launcher may stand between the two, so Linux's
-parent-death signal is not enough."""
+"""Processes that end when their starter is gone, even after kill -9, and even if a launcher stands between the two."""
 
 import contextlib
 import json
@@ -26,8 +25,7 @@ def environment() -> dict[str, str]:
 
 
 def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None) -> Any:
-    """Run a module of ours that follows this process, so that this one need not import torch; return the JSON that it
-    prints last. Raises RuntimeError with the last line of its errors."""
+    """Run a module of ours, which may import torch; return the JSON that it prints last. Raises RuntimeError."""
     env = {**os.environ, **environment(), **(env or {})}
     done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
@@ -38,11 +36,9 @@ def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None)
 
 def follow_parent() -> None:
     """End this process when its starter, named in the environment, is gone: SIGTERM, and after 4 s an exit."""
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return
-    pid, create_time = value.split(":")
-    follow(int(pid), float(create_time))
+    if (value := os.environ.get(VARIABLE)) is not None:
+        pid, create_time = value.split(":")
+        follow(int(pid), float(create_time))
 
 
 def follow(pid: int, create_time: float) -> threading.Event:

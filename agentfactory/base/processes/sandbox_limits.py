@@ -25,7 +25,6 @@ class SandboxUnavailable(ToolInfrastructureError):
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Raise ValueError if the setting `name` has a value outside of its range."""
     if not least <= value <= most:
         raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
 
@@ -51,9 +50,9 @@ class SandboxSettings:
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
-        for name, (least, most) in bounds.items():
-            check_range(name, getattr(self, name), least, most)
+        check_range("memory_mb", self.memory_mb, 64, 1 << 20)
+        check_range("disk_mb", self.disk_mb, 1, 1 << 16)
+        check_range("output_characters", self.output_characters, 200, 100_000)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -72,10 +71,9 @@ class ProgramLimits:
     memory_mb: int = 2048
     """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
     disk_mb: int = 1024
-    """Total size of all files and folders in writable folders, each counted as at least 4 KiB, in MiB. Also the maximum
-    size of each file."""
+    """MiB of all files and folders in writable folders, each counted as at least 4 KiB; also the limit of each file."""
 
     def __post_init__(self) -> None:
-        bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}
-        for name, (least, most) in bounds.items():
-            check_range(name, getattr(self, name), least, most)
+        check_range("processes", self.processes, 4, 1 << 16)
+        check_range("memory_mb", self.memory_mb, 64, 1 << 24)
+        check_range("disk_mb", self.disk_mb, 1, 1 << 24)

@@ -1,5 +1,4 @@
-"""A command in a child process, which its parent supervises: user code that ends the process, or holds Python's lock,
-does not end or stop the command without a word."""
+"""A command in a supervised child process, so that user code that ends it, or holds Python's lock, is reported."""
 
 import contextlib
 import ctypes
@@ -26,11 +25,9 @@ _REACT_SECONDS = 5.0
 """Time after a signal from which user code that has not reacted is killed."""
 _LEAVE_SECONDS = 60.0
 """Time within which the process of a command that has returned must end."""
-_DUMP_SECONDS = 0.2
 _POLL_SECONDS = 0.02
 _LEFT_SECONDS = 2.0
 """Time for processes that user code has left to end by themselves, and again after SIGTERM."""
-_MEASURED_SECONDS = 0.3
 _MOST_THREADS = 40
 _SHOWN = 500
 
@@ -106,7 +103,6 @@ class Inside:
         self._pipe.close()
 
     def lines(self) -> list[str]:
-        """Return the lines that `watch.tell` has sent since the last call."""
         self._read()
         lines, self._lines = self._lines, []
         return lines
@@ -152,7 +148,7 @@ class Inside:
         threads = [self.pid]
         if not main_only:
             spent = self._times()
-            time.sleep(_MEASURED_SECONDS)
+            time.sleep(0.3)
             more = {thread: seconds - spent.get(thread, seconds) for thread, seconds in self._times().items()}
             threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
         return next(filter(None, map(described, map(self._stack_of, threads))), None)
@@ -173,7 +169,7 @@ class Inside:
         ask = getattr(libc, "tgkill", lambda pid, thread, number: libc.kill(pid, number))
         if ask(self.pid, thread, _asking()) != 0:
             return []
-        until, length = time.monotonic() + _DUMP_SECONDS, 0
+        until, length = time.monotonic() + 0.2, 0
         while time.monotonic() < until and not 0 < length == len(self._dump):
             length = len(self._dump)
             time.sleep(_POLL_SECONDS)
@@ -201,13 +197,11 @@ def starter() -> int:
 
 
 def supervised(command: Callable[[], int]) -> int:
-    """Run `command` in a forked child, and return its result in both processes. Call it before threads are started.
-
-    The parent passes signals on to the child, which is killed with the parent. It tells the user of user code that
-    holds Python's lock, and kills the child when such code reaches the limit of `watch.limited`, or does not react to a
-    signal. When the child has ended, it ends the processes that user code has left in its session. Raises, in the
-    parent, DiedFromInside if the child ends before `command` has returned, and Signalled if a signal that has arrived
-    here has ended it."""
+    """Run `command` in a forked child, and return its result in both processes. Call it before threads are started. The
+    parent passes signals on, tells the user of user code that holds Python's lock, and kills the child when such code
+    reaches the limit of `watch.limited`, or does not react to a signal; at the end it ends the processes that user code
+    has left in its session. The child is killed with the parent. Raises, in the parent, DiedFromInside if the child
+    ends before `command` has returned, and Signalled if a signal that has arrived here has ended it."""
     if not hasattr(signal, "sigtimedwait"):
         return command()
     sys.stdout.flush()
@@ -253,8 +247,7 @@ def supervised(command: Callable[[], int]) -> int:
 
 
 def _end_left() -> None:
-    """End the processes of this session that user code has left: they are this process's children now. A process that
-    is to stay begins a session of its own."""
+    """End the processes of this session that user code has left; one that is to stay begins a session of its own."""
     with contextlib.suppress(ChildProcessError):  # there is none
         os.waitpid(-1, os.WNOHANG)
         import psutil
@@ -282,7 +275,6 @@ class _Supervisor:
     def __init__(self, child: int, reader: int) -> None:
         self.returned: int | None = None
         self.doing = ""
-        """The user code that the child executes, such as `importing tools.py`, if it is known."""
         self.raised = ""
         self.received: dict[int, float] = {}
         """Signal -> time at which it arrived last."""

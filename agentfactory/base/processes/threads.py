@@ -17,23 +17,17 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    def settle(how: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            how(outcome)
 
     def job() -> None:
-        result: Any = None
-        error: Exception | None = None
         try:
-            result = context.run(function)
+            how, outcome = future.set_result, context.run(function)
         except BaseException as raised:
-            error = _plain(raised)
+            how, outcome = future.set_exception, _plain(raised)
         with suppress(RuntimeError):  # the loop is closed: nothing waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, how, outcome)
 
     _jobs.put(job)
     if not _idle_threads.acquire(blocking=False):

@@ -18,8 +18,7 @@ COMMANDS = "agentfactory.commands"
 
 @cache
 def registered(group: str) -> dict[str, str]:
-    """Return the entry points of a group: name -> `package.module:NAME`, which is loaded on first use. Raises
-    SettingError if two packages register one name."""
+    """Return a group's entry points: name -> `package.module:NAME`. Raises SettingError if two have one name."""
     found: dict[str, str] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         # a checkout on the import path repeats the entry points of its installed package

@@ -58,8 +58,7 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """Load the function that `field` names: one of `ours`, or `FILE.py:NAME`. It takes some of `inputs` and the options
-    by name. Raises SettingError."""
+    """Load the function that `field` names, from `ours` or `FILE.py:NAME`, with its options. Raises SettingError."""
     options: dict[str, Any] = settings.options  # type: ignore[attr-defined]
     if reference in ours:
         function = ours[reference]

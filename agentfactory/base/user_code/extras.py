@@ -13,7 +13,6 @@ OWN_ENVIRONMENT = (
     "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an "
     "MCP server (mcp_servers.NAME.command)"
 )
-_REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 
 @cache
@@ -21,7 +20,7 @@ def extras(distribution: str = DISTRIBUTION) -> dict[str, list[str]]:
     """Return the packages of each extra for users, as setup.py has them, by their names in `import`."""
     found: dict[str, list[str]] = {}
     for requirement in requires(distribution) or ():
-        if (match := _REQUIREMENT.match(requirement)) and match[2] != "dev":
+        if (match := re.match(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]", requirement)) and match[2] != "dev":
             found.setdefault(match[2], []).append(match[1].replace("-", "_"))
     return found
 

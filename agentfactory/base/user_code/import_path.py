@@ -35,13 +35,11 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
 
 
 def user_folders() -> list[str]:
-    """Return the folders of user code, in the order in which they were added."""
     return [*_folders]
 
 
 def start_folder_last() -> None:
-    """Move the import path's first entry to its end, before any other import. Ends the process if another
-    `agentfactory` hides this package."""
+    """Move the import path's first entry to its end, before other imports; exit if another package hides this one."""
     package = sys.modules["agentfactory"]
     if getattr(package, "__file__", None) != str(Path(__file__).parents[2] / "__init__.py"):
         hiding = next(iter(package.__path__))

@@ -147,14 +147,11 @@ def _check_neighbours(path: Path) -> None:
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
             found = _origin(name) if own else None
+            # libraries take precedence by design, and a user's folder may contain a virtual environment
+            if not own or not found or "site-packages" in Path(found).parts:
+                continue
+            is_users = any(Path(found).is_relative_to(each) for each in user_folders())
             # either works if it is a copy
-            if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
+            if is_users and not filecmp.cmp(found, own, shallow=False):
                 problem = f"{file} imports {name} from its own folder, but Python finds {found} under that name"
                 raise UserCodeError(problem, "give one of the two another name")
-
-
-def _is_users(file: str | None) -> bool:
-    # libraries take precedence by design; a user's folder may contain a virtual environment
-    if file is None or "site-packages" in Path(file).parts:
-        return False
-    return any(Path(file).is_relative_to(folder) for folder in user_folders())

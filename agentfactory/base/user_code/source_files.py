@@ -9,17 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_REFERENCE = re.compile(r"(?P<file>.+\.py):[A-Za-z_]\w*")
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh")
 
 
 def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Path] = ()) -> dict[Path, str]:
-    """Return the existing files of code in the values `named` (field -> value), with the field that names each, and the
-    files that they import, with the importing file."""
+    """Return the files of code in the values `named` (field -> value), and what they import, with who names each."""
     found: dict[Path, str] = {}
     for field, value in named.items():
         for text in _texts(value):
-            reference = _REFERENCE.fullmatch(text)
+            reference = re.fullmatch(r"(?P<file>.+\.py):[A-Za-z_]\w*", text)
             file = reference["file"] if reference else text if text.endswith(_SCRIPTS) else None
             if file is not None and (path := (base / file).resolve()).is_file():
                 found.setdefault(path, field)

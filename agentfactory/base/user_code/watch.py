@@ -26,11 +26,9 @@ Warn = Callable[[str, str], None]
 QUIET_SECONDS = 10.0
 """Seconds until the first notice of a running call; each further notice takes three times as long."""
 BEAT_SECONDS = 1.0
-"""Seconds between two beats to a supervising process."""
 BLOCKED_SECONDS = 0.5
 """Seconds, within a minute, for which a user's function may block an event loop without a warning."""
 _LOOK_SECONDS = 0.1
-_MINUTE = 60.0
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/"
 _STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
@@ -107,7 +105,6 @@ _say: Callable[[str], None] = print_error
 
 
 def say(text: str) -> None:
-    """Tell the user, as `say_by` has chosen."""
     _say(text)
 
 
@@ -197,7 +194,7 @@ def _watch(loop: asyncio.AbstractEventLoop, thread: int, warn: Warn) -> None:
     blocked: defaultdict[CodeType, float] = defaultdict(float)
     minute = time.monotonic()
     while _watched[loop]:
-        if time.monotonic() - minute > _MINUTE:
+        if time.monotonic() - minute > 60.0:
             minute = time.monotonic()
             blocked.clear()
         answered = threading.Event()

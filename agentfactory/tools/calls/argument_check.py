@@ -91,7 +91,7 @@ class _UsableSchema:
             return
         self._paths[id(schema)] = path
         schema.pop("$schema", None)  # one draft for all: validators would change with it
-        for key in _NAMES_OF_SCHEMAS:
+        for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
             if key in schema and not isinstance(schema[key], str):
                 del schema[key]
         for key, value in list(schema.items()):
@@ -122,13 +122,14 @@ class _UsableSchema:
 
     def _visit_map(self, schema: dict[str, Any], key: str, children: dict[str, Any]) -> None:
         for name, child in list(children.items()):
+            are_names = isinstance(child, list) and all(isinstance(one, str) for one in child)
             if key == "patternProperties" and not _is_pattern(name):
                 del children[name]
                 schema.pop("additionalProperties", None)  # it would refuse what only this pattern allows
                 self._note(schema, f"{key}.{name}", child)
             elif isinstance(child, dict):
                 self._enter(schema, key, child, f"{key}.{name}")
-            elif not isinstance(child, bool) and not (key == "dependencies" and _are_names(child)):
+            elif not isinstance(child, bool) and not (key == "dependencies" and are_names):
                 children[name] = True
                 self._note(schema, f"{key}.{name}", child)
 
@@ -187,15 +188,10 @@ def _hollow(schema: Any) -> Any:
     return {} if isinstance(schema, dict) else schema
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and _compiled(value) is not None
 
 
-_NAMES_OF_SCHEMAS = ("$anchor", "$dynamicAnchor", "$id", "id")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = (

@@ -24,7 +24,6 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, setting: str) -> "Deadline":
-        """Return the deadline `seconds` from now; `setting` is the setting's name."""
         return cls(asyncio.get_running_loop().time() + seconds, f"{setting}={seconds:g}")
 
 
@@ -119,12 +118,6 @@ class ChainAccount:
         self.waited += wait
         return wait
 
-    def readmit(self, now: float) -> ToolResult | None:
-        """Check a call that has waited until `now`. Return its refusal if it can no longer begin, else None."""
-        if self.stopped is not None:
-            return self._refuse_late()
-        return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
-
     def begin(self, now: float) -> float | None:
         """Note that a call begins; return the seconds of `tool_seconds` that are left (None: no limit)."""
         left = None if self.config.tool_seconds is None else self.config.tool_seconds - self._seconds_until(now)
@@ -179,7 +172,6 @@ class ChainAccount:
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics of limits, including zeros."""
         breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
         return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
 
@@ -203,7 +195,7 @@ class ChainAccount:
         return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
 
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
-        breach = self.config.on_breach.get(limit, _TELL)
+        breach = self.config.on_breach.get(limit, BreachConfig())
         self.breaches[limit] += 1
         if breach.action == "tell":
             return f"{text} {advice}"
@@ -215,8 +207,7 @@ class ChainLimits(ChainAccount):
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of one turn concurrently, each by `call` within the given seconds (None: its
-        server's). If one raises, the others are cancelled first."""
+        """Run a turn's calls concurrently, each by `call` within the given seconds; one that raises ends the others."""
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
         tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]
@@ -237,8 +228,10 @@ class ChainLimits(ChainAccount):
             return admitted
         if admitted:
             await asyncio.sleep(admitted)
-            if refused := self.readmit(time.monotonic()):
-                return refused
+            if self.stopped is not None:
+                return self._refuse_late()
+            if self._is_time_over(time.monotonic()):
+                return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER)
         started = time.monotonic()
         left = self.begin(started)
         try:
@@ -253,5 +246,4 @@ class ChainLimits(ChainAccount):
         return self.settle(call, result)
 
 
-_TELL = BreachConfig()
 _ANSWER = "Answer with what you have."

@@ -57,8 +57,7 @@ def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
 
 
 def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
-    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. A result with more than
-    BINARY_BYTES of images, files and info becomes an error."""
+    """Return the result with its text cut to `result_bytes`; above BINARY_BYTES of images, files and info, an error."""
     meta = result.meta or {}
     binary = sum(len(data) for block in result.content if isinstance(data := _binary(block), str))
     if INFO_KEY in meta:
@@ -86,8 +85,7 @@ def failure(kind: CallError, text: str) -> CallToolResult:
 
 
 def content_of(result: CallToolResult) -> Content:
-    """Return a result's content for the model: text, or text and image parts. What models cannot read becomes a marker;
-    structured content that stands alone becomes JSON."""
+    """Return a result's content for the model, with markers for what it cannot read, or structured content as JSON."""
     parts = [_part(block) for block in result.content]
     structured = result.structured_content
     is_blank = all(part["type"] == "text" and not part["text"].strip() for part in parts)

@@ -161,7 +161,7 @@ class _Scan:
         found = _IN_STRING.match(piece, position)
         assert found is not None
         part, position = found[0], found.end()
-        binary = self._meta is not None or self._key in _BINARY_KEYS
+        binary = self._meta is not None or self._key in (b'"data"', b'"blob"')
         if binary:
             self._binary += len(part)
         if self._middle is not None:
@@ -204,4 +204,3 @@ class _OpenText(Middle):
 
 
 _QUOTE = ord('"')
-_BINARY_KEYS = (b'"data"', b'"blob"')

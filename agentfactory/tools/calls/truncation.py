@@ -71,7 +71,6 @@ class Middle:
         self._total = 0
 
     def add(self, piece: bytes) -> None:
-        """Add the next piece of the text, in UTF-8."""
         self._total += len(piece)
         room = self._head_most - len(self._head)
         self._head += piece[:room]
@@ -79,7 +78,6 @@ class Middle:
         del self._tail[: -self._tail_most]
 
     def text(self) -> str:
-        """Return the text, cut if it was longer."""
         if len(self._head) + len(self._tail) == self._total:
             return (self._head + self._tail).decode("utf-8", "replace")
         return _joined(self._head, self._tail, self._total)

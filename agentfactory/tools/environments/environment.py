@@ -46,8 +46,7 @@ class Environment:
 
     def anchor(self) -> Any:
         """Return an identifier of the chain's current state, for the estimator `gigpo`: a text, a number, or lists,
-        tuples and dicts of them; None: compare this state with no other. Called after `reset` and each tool; plain, and
-        must not block."""
+        tuples and dicts of them; None: compare it with no other. Called after `reset` and each tool; must not block."""
         return None
 
     def take_images(self, images: list[str]) -> Any:
@@ -84,7 +83,6 @@ def reward_schema(environment: type[Environment]) -> dict[str, Any]:
 
 
 def is_environment(found: Any) -> TypeGuard[type[Environment]]:
-    """Return whether an object is an Environment class."""
     return isinstance(found, type) and issubclass(found, Environment)
 
 

@@ -139,8 +139,7 @@ class EnvironmentHost:
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
         """Lease an instance to the chain `key`, begin `task` on it within `seconds`, and return `then(result,
-        environment)`. Raises ToolInfrastructureError if none came free or it took too long, NoState if the chain was
-        released; on errors the chain has no instance."""
+        environment)`. Raises ToolInfrastructureError, or NoState for a released chain, which then has no instance."""
         assert self._pool is not None
         await self.release(key)
         chain = self._chains[key] = _Chain(_now())
@@ -205,7 +204,6 @@ class EnvironmentHost:
             await chain.lease.release(chain.broken)
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the last instance and of the pool."""
         assert self._pool is not None
         own = {} if self._last is None else self._last.gauges()
         return {**own, **self._pool.gauges()}

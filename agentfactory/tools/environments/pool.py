@@ -1,5 +1,4 @@
-"""Pools of instances, each of which serves one chain at a time. All work on them runs in the pool's tasks, so
-cancelling a chain never loses an instance."""
+"""Pools of instances, each for one chain at a time. Tasks of the pool do all work, so cancelling loses no instance."""
 
 import asyncio
 import logging
@@ -37,9 +36,8 @@ class _Instance(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Instances of one kind, created by `make` and reused in the order of asking. Before an idle one is given away,
-    `healthy` is asked; after a chain, `reset` is called; `retire` ends it. Each takes a place of `capacity` throughout.
-    `labels` name these functions in errors."""
+    """Instances of one kind, created by `make`, and reused in the order of asking if `healthy`; `reset` follows each
+    chain, `retire` ends one. Each takes a place of `capacity` throughout. `labels` name these functions in errors."""
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class ChainProgram:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Create a folder and yield the command that refers to it; remove the folder on exit. Raises OSError if the
-        template cannot be copied."""
+        """Create a folder, yield the command that refers to it, and remove it. Raises OSError."""
         folder = make_folder()
         try:
             if self.template is not None:
@@ -60,7 +59,6 @@ class ChainProgram:
 
 
 async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that copies or removes folders, off the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
 
 
@@ -70,7 +68,6 @@ def make_folder() -> Path:
 
 
 def give_to_sandbox(folder: Path) -> None:
-    """Give the sandbox user ownership of a folder with everything in it."""
     if (user := sandbox_user()) is None:
         return
     os.chown(folder, user, user)

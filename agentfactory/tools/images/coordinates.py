@@ -36,8 +36,7 @@ class SizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return an image's (width, height) for the model: multiples of `token`, an area within the bounds, nearly the
-        same aspect ratio. Raises ValueError."""
+        """Return an image's (width, height) for the model: multiples of `token` within bounds. Raises ValueError."""
         tried = [self._fitted(width, height)]
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*tried[-1])) != tried[-1]:
@@ -90,8 +89,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model's coordinate convention and image resizing. Tools get it as the field `model_view` of a task (see `of`),
-    rewards as the argument `model_view`."""
+    """A model's coordinates and image resizing: `model_view` of a task to tools (see `of`), an argument of rewards."""
 
     coordinates: Coordinates = Coordinates.PIXELS
     sizes: SizeRule | None = None
@@ -110,7 +108,6 @@ class ModelView:
         return cls(Coordinates(given["coordinates"]), None if sizes is None else SizeRule(**sizes))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the inverse of `of`."""
         return {"coordinates": self.coordinates.value, "sizes": None if self.sizes is None else asdict(self.sizes)}
 
     @property
@@ -119,7 +116,6 @@ class ModelView:
 
     @property
     def words(self) -> str:
-        """Description of the coordinate convention, for the model."""
         return _WORDS[self.coordinates]
 
     @property

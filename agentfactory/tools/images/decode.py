@@ -18,7 +18,6 @@ _IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of PNG, JPEG, GIF and WebP files in base64, which may be as short as a path."""
 MOST_PIXELS = 100_000_000
 """Maximum pixels of a decoded image: a small file may hold a huge one."""
-_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -85,7 +84,7 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
     try:
-        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        return _TURNS.get(image.getexif().get(0x0112, 1))  # the tag Orientation
     except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image unturned
         return None
 

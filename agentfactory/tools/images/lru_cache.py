@@ -8,8 +8,7 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """An LRU cache of values with sizes in bytes, or 1 each. A new value evicts the least recently used ones until the
-    total is at most `limit`; a value larger than `limit` is kept alone."""
+    """An LRU cache of values with sizes in bytes, or 1 each, at most `limit` in all; a larger value is kept alone."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -30,7 +29,6 @@ class ByteCache(Generic[Key, Value]):
         self.nbytes -= self._values.pop(key, (None, 0))[1]
 
     def put(self, key: Key, value: Value, nbytes: int = 1) -> None:
-        """Cache a value, in place of an earlier one with this key."""
         self.drop(key)
         self._values[key] = value, nbytes
         self.nbytes += nbytes

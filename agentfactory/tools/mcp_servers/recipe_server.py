@@ -39,8 +39,7 @@ def _state_of(file: Path) -> list[int]:
 class ToolServer:
     """An MCP server of a recipe, from `open` to `close`. Shared: one connection for all chains, with `pool.capacity`
     places. Isolated, as programs and containers of others are by default: a pool of connections, each to a process or
-    session for one chain; only environments have a reset, so others serve one chain. `tools` are the model's, `hidden`
-    maps roles to the environment's."""
+    session for one chain, since only environments have a reset. `tools` are the model's, `hidden` maps roles."""
 
     def __init__(
         self,
@@ -111,7 +110,6 @@ class ToolServer:
             self._pool = Pool(f"tool server {self.name}", make, self.config.pool)
 
     async def close(self) -> None:
-        """Close all connections and end all processes that were started here."""
         if self._pool is not None:
             await self._pool.close()
         for connection in filter(None, (*self._first, self._shared)):

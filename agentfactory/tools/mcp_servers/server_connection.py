@@ -51,7 +51,6 @@ OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
 """Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
-STDERR_TAIL = 2000
 
 
 class CallTimeout(Exception):
@@ -115,7 +114,6 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """True if the server is connected, as far as is known."""
         return self._client.done() and not self._failure and not self._closing
 
     async def call(
@@ -348,7 +346,7 @@ class Connection:
             yield await stack.enter_async_context(Client(served, cache=None, message_handler=self._receive))
 
     def _keep_stderr(self, text: str) -> None:
-        self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
+        self._stderr_tail = (self._stderr_tail + text)[-2000:]
 
     def _note(self, response: httpx2.Response) -> None:
         self._in_session |= MCP_SESSION_ID in response.headers

@@ -27,7 +27,6 @@ from agentfactory.tools.environments.workspaces import ChainProgram, check_templ
 from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt import prebuilt
 
-PROGRAMS = ("docker", "podman")
 _ANSWER_SECONDS = 20.0
 _PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
 """Environment variables that configure docker's and podman's connection to their service."""
@@ -157,7 +156,7 @@ async def find_program() -> str:
     if _works:
         return _works[0]
     reasons = []
-    for program in PROGRAMS:
+    for program in ("docker", "podman"):
         if shutil.which(program) is None:
             reasons.append(f"{program} is not installed")
             continue

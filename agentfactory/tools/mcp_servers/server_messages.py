@@ -43,7 +43,6 @@ class Repairs:
                 self._methods[coerce_request_id(number)] = method  # the other one stays open until the end
 
     def forget(self, number: int | str) -> None:
-        """Note that the request of this id gets no answer."""
         self._methods.pop(coerce_request_id(number), None)
 
     def repaired(self, text: bytes, asked: int | str | None = None) -> list[bytes]:
@@ -115,7 +114,6 @@ def servers_own(error: MCPError) -> bool:
 
 
 def error_data(error: MCPError) -> Any:
-    """Return the data that a server sent with its error."""
     data = error.error.data
     return data.get(_SERVERS_OWN) if isinstance(data, dict) and _SERVERS_OWN in data else data
 

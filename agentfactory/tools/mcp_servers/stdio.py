@@ -15,14 +15,7 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import (
-    PARSE_ERROR,
-    ErrorData,
-    JSONRPCError,
-    JSONRPCRequest,
-    JSONRPCResponse,
-    jsonrpc_message_adapter,
-)
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
@@ -32,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 2.0
 """Seconds that a process may take to end after its stdin is closed, and again after SIGTERM."""
-_FLUSH_SECONDS = 0.5
 _POLL_SECONDS = 0.01
 _MOST_REQUESTS = 1000
 """Maximum number of a server's own requests whose answers it has not read: each is a task of the SDK."""
@@ -109,7 +101,7 @@ async def stdio_transport(
             with anyio.CancelScope(shield=True):
                 incoming.close()
                 outgoing.close()
-                with anyio.move_on_after(_FLUSH_SECONDS):
+                with anyio.move_on_after(0.5):
                     await written.wait()
                 await _end(process)
                 for stream in (incoming, outgoing, incoming_end, outgoing_end):

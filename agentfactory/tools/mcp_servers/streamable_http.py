@@ -1,5 +1,4 @@
-"""The streamable HTTP transport: its messages bounded and repaired, and refusals of a server, or of a gateway before
-it, that contain no JSON-RPC message."""
+"""The streamable HTTP transport: bounded, repaired messages, and refusals without a JSON-RPC message."""
 
 import inspect
 import json
@@ -27,7 +26,6 @@ from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 _END_SECONDS = 5.0
 _OF_GATEWAYS = (401, 402, 403, 407, 408, 429, 502, 503, 504)
 """Statuses that refuse a request before any tool gets it, even if the body is a JSON-RPC error."""
-_BODY_BYTES = 4096
 _SHOWN = 200
 if is_before_2_2 := "max_sse_event_size" not in inspect.signature(streamable_http_client).parameters:
     # the SDK leaves events httpx2's bound of 1 MiB; `MessageFilter` has a wider one
@@ -118,8 +116,7 @@ def _message_in(request: httpx2.Request) -> dict[str, Any]:
 
 
 async def _refusal(response: httpx2.Response, has_messages: bool) -> str:
-    """Return the status and the remedies for a response without a JSON-RPC message to a request; empty if it has one.
-    The SDK would leave them out."""
+    """Return the status and the remedies, which the SDK leaves out, for a response without a message; else ""."""
     status, request = response.status_code, response.request
     if 300 <= status < 400 or (status < 300 and status != HTTPStatus.ACCEPTED and has_messages):
         return ""
@@ -153,7 +150,7 @@ async def _beginning(response: httpx2.Response, whole: bool) -> bytes:
     read = b""
     async for chunk in response.aiter_bytes():
         read += chunk
-        if len(read) >= _BODY_BYTES:
+        if len(read) >= 4096:
             break
     return read
 

@@ -11,8 +11,7 @@ _OURS = {
 
 
 def prebuilt() -> dict[str, str]:
-    """Return name -> `package.module:NAME`, loaded on first use: tools that belong to no world, and the worlds that
-    installed packages register. Raises SettingError if two have one name."""
+    """Return name -> `package.module:NAME` of tools without a world, and of registered worlds. Raises SettingError."""
     worlds = registered(WORLDS)
     for name in worlds.keys() & _OURS.keys():
         problem = f"{worlds[name]} is registered as {name!r} in {WORLDS}, and AgentFactory has a tool of this name"

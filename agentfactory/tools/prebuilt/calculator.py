@@ -10,7 +10,6 @@ from agentfactory.tools.tool import tool
 
 _LONGEST, _MOST_BITS, _LARGEST_ARGUMENT = 1000, 12_000, 1000
 
-_AS_WRITTEN = {"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"}
 _CONSTANTS = {"pi": math.pi, "π": math.pi, "e": math.e, "tau": math.tau}
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -35,11 +34,10 @@ async def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> int | float:
-    """Return the value of `expression`. Raises ValueError, with a message for a model, if it is no expression, has no
-    finite real value, or its numbers are too large."""
+    """Return the value. Raises ValueError, for the model, if it is not finite and real, or numbers are too large."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; {_LONGEST} are possible")
-    for written, meant in _AS_WRITTEN.items():
+    for written, meant in {"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"}.items():
         expression = expression.replace(written, meant)
     try:
         tree = ast.parse(expression.strip(), mode="eval")

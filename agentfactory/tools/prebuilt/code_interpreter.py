@@ -16,8 +16,7 @@ from agentfactory.tools.tool import tool
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of a cell: the text for the model, the name of its exception, and the new or changed files that match
-    `artefacts` (None for a file that is too large)."""
+    """A cell's text for the model, its exception's name, and new or changed files of `artefacts` (None: too large)."""
 
     text: str
     error: str | None
@@ -135,7 +134,6 @@ class CodeInterpreter(Environment):
             self._renew()
 
     async def healthy(self) -> bool:
-        """Return False if the next chain's sandbox could not be started."""
         return self._starting is None or not self._starting.done() or self._starting.exception() is None
 
     async def close(self) -> None:

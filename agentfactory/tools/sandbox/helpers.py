@@ -18,7 +18,6 @@ _SWEEPS, _PAUSE_SECONDS = 20, 0.1  # a sandbox that was being started appears a 
 
 
 def enter(descriptor: str, port: str, *command: str) -> None:
-    """Send the socket that listens on the port, and execute the command."""
     control = socket.socket(fileno=int(descriptor))
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
     descriptors = array.array("i", [listener.fileno()])

@@ -65,8 +65,6 @@ class Output(io.TextIOBase):
 
 
 class Bytes(io.RawIOBase):
-    """The `buffer` of an Output."""
-
     def __init__(self, output: Output) -> None:
         self._output = output
 
@@ -80,8 +78,6 @@ class Bytes(io.RawIOBase):
 
 
 class Interpreter:
-    """A namespace in which cells are executed one after the other."""
-
     def __init__(self, half: int) -> None:
         self._half = half
         self._output = sys.stdout = sys.stderr = Output(half)  # type: ignore[assignment]
@@ -189,8 +185,6 @@ def _files(folder: str) -> list[str]:
 
 
 class Worker:
-    """A server that answers requests until the other end closes."""
-
     def __init__(self, control: _socket.socket, folder: str, half: int) -> None:
         self._control = control
         self._folder = folder

@@ -56,8 +56,7 @@ def find_interpreter(user: int | None) -> Interpreter:
 
 
 def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[str, Path]:
-    """Return name below the folder of packages -> installed path, for `packages` and their dependencies. Raises
-    ValueError if one is not installed, or they are for another version of Python."""
+    """Return name -> installed path of `packages` and their dependencies. Raises ValueError if one cannot be used."""
     if packages and interpreter.version != sys.version_info[:2]:
         problem = f"packages: they are for another Python than the sandbox's, {interpreter.executable}"
         raise ValueError(f"{problem}; use a Python in a folder that every user can read, or remove the packages")

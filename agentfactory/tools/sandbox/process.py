@@ -146,8 +146,7 @@ def start_program(
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
-    """Return the shell program that sets limits, counted inside, and becomes the command in the folder $1, or in / if
-    that is locked. ulimit -f counts blocks of 512 bytes."""
+    """Return a shell program that sets limits (-f: blocks of 512 B), and becomes the command in $1, or / if locked."""
     told = f"files take more than {limits.disk_mb} MiB, or cannot be measured: none can grow before some are removed"
     size = f"trap '' XFSZ; ulimit -f 0; echo '{told}' >&2; " if full else f"ulimit -f {limits.disk_mb << 11}; "
     return (

@@ -29,9 +29,7 @@ from agentfactory.tools.sandbox.session import bounded
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
-_MEMORY_SECONDS = 0.05
 _FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
 """First disk measurement, interval of later ones, and the share of a core for all, which lengthens it."""
 _watched = set[object]()
@@ -40,8 +38,6 @@ _measuring = ThreadPoolExecutor(2, "disk use")
 _LEAST_FREE = 1 << 30, 0.05
 """Space to keep free on a file system: bytes, or a share of its size if that is less. Measurements miss files that are
 deleted but mapped, or in transit through a socket."""
-_FILE_IN_MEMORY_KB = 1
-"""Kernel memory of a file of a tmpfs, even an empty one."""
 _MOST_SOCKETS = 4096
 """Maximum number of sockets: their unread data takes about 200 KiB of kernel memory each."""
 
@@ -158,14 +154,14 @@ async def _clock(seconds: float) -> str:
 
 
 async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> str:
-    """Wait until the program exceeds the memory or socket limit, and return the reason. `in_memory`: paths inside whose
-    files are in memory."""
+    """Wait until the program exceeds the memory or socket limit; return the reason. `in_memory`: folders in memory."""
     while True:
-        await asyncio.sleep(_MEMORY_SECONDS)
+        await asyncio.sleep(0.05)
         if started.init is None:
             continue
         used = [_used_at(f"/proc/{started.init}/root", place) for place in in_memory]
-        files, blocks = sum(files for files, _ in used) * _FILE_IN_MEMORY_KB, sum(blocks for _, blocks in used)
+        # each file of a tmpfs, even an empty one, takes 1 KiB of kernel memory
+        files, blocks = sum(files for files, _ in used), sum(blocks for _, blocks in used)
         # memory that processes share, as after a fork, counts once: the second, slower sum
         if any(files + _taken(started.init, blocks, shared_once) <= most << 10 for shared_once in (False, True)):
             if _sockets(started.init) > _MOST_SOCKETS:
@@ -367,7 +363,7 @@ def _confinement() -> list[str]:
     # an environment may be a link, also within a folder of PYTHONPATH, which would hide it
     own = [Path(sys.prefix), Path(sys.base_prefix)]
     apart = [path for path in own if not any(path.is_relative_to(folder) for folder in further)]
-    readable = [*further, *(path.resolve() for path in own), *apart, _PACKAGE]
+    readable = [*further, *(path.resolve() for path in own), *apart, Path(__file__).resolve().parents[2]]
     prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
     tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
     if tried.returncode:

@@ -91,10 +91,7 @@ get_mempolicy=236 sched_setscheduler=119 sched_setattr=274 sched_getattr=275 mlo
 execveat=281 fchmodat2=452 futex_waitv=449 capset=91
 """)
 
-MACHINES = {
-    "x86_64": (0xC000003E, X86_64, PROCESSES_X86_64),
-    "aarch64": (0xC00000B7, AARCH64, PROCESSES_AARCH64),
-}
+MACHINES = {"x86_64": (0xC000003E, X86_64, PROCESSES_X86_64), "aarch64": (0xC00000B7, AARCH64, PROCESSES_AARCH64)}
 """`platform.machine()` -> the kernel's AUDIT_ARCH, the system calls, and further ones for multi-process programs."""
 
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -107,8 +104,7 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 
 
 def program(machine: str = platform.machine(), processes: bool = False) -> bytes:
-    """Return the filter for `machine`, an array of struct sock_filter. `processes`: True to allow new processes and
-    sockets. Raises KeyError if `machine` is not in `MACHINES`."""
+    """Return the filter, of struct sock_filter; `processes` allows new ones and sockets. Raises KeyError."""
     arch, numbers, further = MACHINES[machine]
     allowed = {name: number for name, number in numbers.items() if name not in SPECIAL}
     if processes:

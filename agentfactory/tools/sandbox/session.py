@@ -19,15 +19,12 @@ from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
 from agentfactory.tools.sandbox.process import SandboxProcess
 
 _START_SECONDS = 60.0
-_FILE_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
 """Time after a cell's limit in which Python code is interrupted and keeps its variables."""
-_WATCH_SECONDS = 0.1
 _MOST_FILES = 20_000
 """Maximum files and folders in a workspace: each takes about 1 KiB of kernel memory, which no limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
-_LONGEST_NAME = 100
 _STDOUT_BYTES, _STDERR_BYTES = 1 << 20, 1 << 16
 _PROGRAM, _INPUT = "main.py", ".stdin"
 
@@ -80,8 +77,7 @@ class Sandbox:
 
     @classmethod
     async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
-        """Wait until a started sandbox answers. Raises SandboxUnavailable if this machine cannot run one, ValueError if
-        a package in the settings is not installed."""
+        """Wait until a started sandbox answers. Raises SandboxUnavailable, or ValueError for a missing package."""
         try:
             sandbox = cls(settings, await asyncio.wrap_future(starting))
         except asyncio.CancelledError:
@@ -128,7 +124,7 @@ class Sandbox:
                 printed = tail or head
                 tail += part if not printed or printed.endswith("\n") else f"\n{part}"
         text = bounded(head, left_out, tail, self._settings.output_characters)
-        return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
+        return CellResult(text.rstrip("\n"), answer.get("error", "")[:100] or None)
 
     async def write(self, name: str, content: bytes) -> None:
         """Write a file to the workspace. Raises ValueError if it leads out or does not fit, SandboxLost."""
@@ -223,14 +219,14 @@ class Sandbox:
             if status.f_files - status.f_ffree > _MOST_FILES:
                 self._fault = f"its workspace had more than {_MOST_FILES} files"
                 self._process.popen.kill()
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(0.1)
 
     async def _ask(
         self,
         verb: str,
         argument: str,
         data: bytes = b"",
-        seconds: float = _FILE_SECONDS,
+        seconds: float = 30.0,
         most: int = 64,
         room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:
@@ -293,8 +289,7 @@ async def run_script(
     files: dict[str, bytes] | None = None,
     settings: SandboxSettings | None = None,
 ) -> ScriptResult:
-    """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
-    Raises SandboxUnavailable, and ValueError if the files do not fit into its folder."""
+    """Run `code` in a fresh sandbox with `files` (name -> content). Raises SandboxUnavailable, or ValueError."""
     settings = settings or SandboxSettings(memory_mb=memory_mb)
     starting = process.starter.submit(process.start, settings, [_STDOUT_BYTES, _STDERR_BYTES])
     sandbox = await Sandbox.ready(settings, starting)

@@ -47,8 +47,7 @@ _NAMED_VALUES = 4
 
 @dataclass(frozen=True)
 class Route:
-    """The destination of a tool's calls: the server, and the tool's name there. `check` is set if the server does not
-    distinguish wrong arguments from other errors."""
+    """The destination of a tool's calls; `check` is set if the server does not tell wrong arguments apart."""
 
     server: ToolServer
     tool: str
@@ -73,8 +72,7 @@ class _Share:
 
 
 class ToolSession:
-    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` counts
-    the bytes that `limits.result_bytes` cut from it, by environment."""
+    """One chain's access to tools. `opening`: what resets return; `left_out`: bytes cut from it, by environment."""
 
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
@@ -132,8 +130,7 @@ class ToolSession:
         return ToolResult(content, error, seconds, finish, dict(info) if isinstance(info, dict) else {}, left_out)
 
     async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
-        """Return a turn's results with labels before their images, such as numbers, if an environment takes the images
-        that other servers return. Raises ToolInfrastructureError."""
+        """Return results with labels before images, if an environment has any. Raises ToolInfrastructureError."""
         routes = [self._routes.get(call.name) for call in calls]
         return [
             replace(result, content=await self._numbered(result.content, None if route is None else route.server))
@@ -181,8 +178,7 @@ class ToolSession:
         return total
 
     async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
-        """Connect to each server, in the recipe's order so that chains never deadlock, and reset environments with
-        `task`, within `limit`. Raises ToolInfrastructureError."""
+        """Connect to servers, in one order against deadlocks; reset environments. Raises ToolInfrastructureError."""
         doing, openings, resetting = "", [], list[ToolServer]()
 
         def note() -> None:

@@ -133,7 +133,6 @@ class Toolset:
         return any("prediction" in properties_of(schema) for schema in rewards)
 
     def takes(self, field: str) -> bool:
-        """Return whether a reset declares this field of a task."""
         resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
         return any(field in properties_of(schema) for schema in resets)
 
@@ -184,6 +183,5 @@ class Toolset:
         return {f"environments/{name}/{key}": value for name, answer in found for key, value in answer.items()}
 
     async def closed(self) -> None:
-        """Wait until all ended chains have released their resources."""
         while self._closings:
             await asyncio.wait(self._closings)

@@ -82,18 +82,15 @@ def _numbered(file: str) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def _version_of(file: str, group: dict[str, Any]) -> int | None:
-    """Return the number of the newest weights when the group began; for an evaluation, read it from the file's name."""
-    return _numbered(file) if source_of(file).startswith("eval ") else int(group.get("version", 0))
-
-
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
     """Return a row of the index per chain of a line, with the tools that it called. Raises ValueError at no group."""
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
         task = (task_text(group)[:_PREVIEW], _text(group.get("source") or None))
-        version, source = _version_of(file, group), source_of(file)
+        source = source_of(file)
+        # that of the newest weights when the group began
+        version = _numbered(file) if source.startswith("eval ") else int(group.get("version", 0))
         place_in_file = (run, file, source, byte, len(line))
         return [
             _row(place_in_file, place, str(group["id"]), version, chain, task)
@@ -170,7 +167,6 @@ class Index:
                 self._database.executemany("INSERT INTO used VALUES (?, ?)", [(chain, tool) for tool in tools])
 
     def forget(self, run: str, file: str) -> None:
-        """Drop all rows of a file."""
         with self._lock, self._database:
             chains = "(SELECT id FROM chains WHERE run = ? AND file = ?)"
             self._database.execute(f"DELETE FROM used WHERE chain IN {chains}", (run, file))
@@ -178,7 +174,6 @@ class Index:
             self._database.execute("DELETE FROM chains WHERE run = ? AND file = ?", (run, file))
 
     def note_steps(self, run: str, steps: Sequence[tuple[str, int]]) -> None:
-        """Record the steps that trained these groups."""
         with self._lock, self._database:
             self._database.executemany(
                 "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
@@ -186,12 +181,10 @@ class Index:
             )
 
     def note_version(self, run: str, file: str, version: int) -> None:
-        """Record the version of all chains of a file."""
         with self._lock, self._database:
             self._database.execute("UPDATE chains SET version = ? WHERE run = ? AND file = ?", (version, run, file))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of chains by run."""
         return {
             row["run"]: row["count"] for row in self._read("SELECT run, count(*) AS count FROM chains GROUP BY run")
         }
@@ -297,7 +290,6 @@ class Index:
         return next((dict(row) for row in self._read(wanted, (run, value))), None) if value else None
 
     def chains_of(self, run: str, file: str, byte: int) -> list[dict[str, Any]]:
-        """Return the chains of one group, in order."""
         wanted = f"SELECT {_LISTED} FROM chains WHERE run = ? AND file = ? AND byte = ? ORDER BY place"
         return [dict(row) for row in self._read(wanted, (run, file, byte))]
 
@@ -315,11 +307,9 @@ class Index:
         return [*rows[:-1], self.line(rows[-1].run, rows[-1].file, rows[-1].byte) or rows[-1]] if rows else []
 
     def left_after(self, chain: int) -> int:
-        """Return the number of chains that were read after this one."""
         return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
 
     def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
-        """Record the chains of a line that match a text search."""
         wanted = (
             "INSERT OR IGNORE INTO found SELECT ?, id FROM chains WHERE run = ? AND file = ? AND byte = ? AND place = ?"
         )
@@ -327,7 +317,6 @@ class Index:
             self._database.executemany(wanted, [(search, line.run, line.file, line.byte, place) for place in places])
 
     def drop_search(self, search: int) -> None:
-        """Drop the matches of a search."""
         with self._lock, self._database:
             self._database.execute("DELETE FROM found WHERE search = ?", (search,))
 

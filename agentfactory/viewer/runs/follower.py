@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.trainers.checkpoints.checkpoint_folder import BestCheckpoint
 from agentfactory.viewer.runs.chain_index import Index, Line, has_run_version, rows_of
 from agentfactory.viewer.runs.run_data import CreditLine, Run, Runs
 from agentfactory.viewer.runs.saved_groups import outline, read_bytes
@@ -35,11 +34,9 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="viewer-follower", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._wake.set()
         self._thread.join()
@@ -50,7 +47,6 @@ class Follower:
         self._wake.set()
 
     def run(self, run_id: str) -> Run | None:
-        """Return the run with this id, or None."""
         return next((run for run in self.runs if run.id == run_id), None)
 
     def bytes_of(self, line: Line) -> bytes:
@@ -61,7 +57,6 @@ class Follower:
         return read_bytes(run.folder.trajectories / line.file, line.byte, line.length, run.folder.within)
 
     def read_all(self) -> None:
-        """Read everything that exists now."""
         while self.read_some():
             pass
 
@@ -106,7 +101,8 @@ class Follower:
                     "step": run.step(),
                     "chains": counts.get(run.id, 0),
                     "credited": len(run.credit),
-                    "best": _figure_of(run.best),
+                    # without its path, because an exported page is shared with others
+                    "best": (best := run.best) and {"step": best.step, "metric": best.metric, "value": best.value},
                     "problems": list(run.problems),
                 }
                 for run in self.runs
@@ -188,8 +184,3 @@ class Follower:
                 continue
             run.credit[group] = CreditLine(offset, len(line), step)
         return bool(taken.lines) or taken.restarted
-
-
-def _figure_of(best: BestCheckpoint | None) -> dict[str, Any] | None:
-    # without its path, because an exported page is shared with others
-    return None if best is None else {"step": best.step, "metric": best.metric, "value": best.value}

@@ -11,7 +11,6 @@ _MOST_PAGES = 10**9
 _EXACT = {"run": "run", "source": "source", "tasks": "tasks", "outcome": "outcome", "group": "group_id"}
 _SUCCESS = {"yes": "success >= 1", "no": "success < 1"}
 """Chains without `success` are in neither."""
-_RANGES = {"version": "version", "step": "step", "reward": "reward"}
 _ORDERS = {
     "newest": "version IS NULL, version {0}, id {0}",
     **{
@@ -19,8 +18,6 @@ _ORDERS = {
         for name in ("reward", "success", "turns", "calls", "errors", "tokens", "seconds", "step")
     },
 }
-# columns of chains that a list of groups does not have
-_OF_CHAINS = ("errors", "tokens", "seconds")
 
 
 class BadQuery(ValueError):
@@ -46,13 +43,14 @@ class Query:
     def parse(cls, given: Mapping[str, str]) -> "Query":
         """Parse the parameters of a URL; unknown ones are ignored. Raises BadQuery."""
         ranges = {}
-        for name, column in _RANGES.items():
+        for name in ("version", "step", "reward"):
             low, high = _number(given, f"{name}_min", -math.inf), _number(given, f"{name}_max", math.inf)
             if (low, high) != (-math.inf, math.inf):
-                ranges[column] = (low, high)
+                ranges[name] = (low, high)
         by_group = given.get("view") == "groups"
         sort = given.get("sort") or "newest"
-        if sort not in _ORDERS or (by_group and sort in _OF_CHAINS):
+        # a list of groups does not have these columns of chains
+        if sort not in _ORDERS or (by_group and sort in ("errors", "tokens", "seconds")):
             raise BadQuery(f"sort: got {sort!r}; use one of {', '.join(_ORDERS)}")
         success = given.get("success", "")
         if success not in ("", *_SUCCESS):
@@ -71,7 +69,6 @@ class Query:
         )
 
     def where(self) -> tuple[str, list[Any]]:
-        """Return the SQL condition, without the text search, and its values."""
         parts = ["1"]
         values: list[Any] = []
         for column, value in self.exact.items():
@@ -88,7 +85,6 @@ class Query:
         return f"WHERE {' AND '.join(parts)}", values
 
     def order(self) -> str:
-        """Return the SQL order of the rows."""
         return _ORDERS[self.sort].format("ASC" if self.ascending else "DESC")
 
 

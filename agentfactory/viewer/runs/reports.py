@@ -44,9 +44,8 @@ def _list(values: dict[str, Any], name: str) -> list[Any]:
 
 
 def table_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a row per run: its status, its last step, figures, the worst finding of its audit, and the first of the
-    settings (`keys`) in which the recipes differ; `differing` is the number of all. Supervised stages are left out if
-    there are other runs."""
+    """Return a row per run: its status, last step, figures, the worst finding of its audit, and the first of the
+    settings (`keys`) in which recipes differ; `differing` counts all. Supervised stages stand alone."""
     # a supervised stage, which only prepares, has other settings than reinforcement learning in any case
     shown = [run for run in runs if not run.supervised] or list(runs)
     settings = [_settings(run) for run in shown]

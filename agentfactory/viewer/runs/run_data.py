@@ -36,8 +36,7 @@ class CreditLine:
 
 
 class Run:
-    """One run, or one stage of a run: the data read so far. Links below `within`, the folder that a user named, are not
-    followed."""
+    """One run or stage: the data read so far. Links below `within`, the folder that a user named, are not followed."""
 
     def __init__(self, path: Path, label: str, within: Path) -> None:
         self.id = _id_of(path)
@@ -72,11 +71,9 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
         return self.folder.path
 
     def has_data(self) -> bool:
-        """Return whether there is anything to show."""
         return os.path.lexists(self.folder.metrics) or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
@@ -96,14 +93,11 @@ class Run:
                 self.note_unreadable(error)
                 continue
             for name in names:
-                if name.endswith(".jsonl") and name != CREDIT_FILE and self._can_be_named(name):
-                    yield folder / name
-
-    def _can_be_named(self, name: str) -> bool:
-        if not _is_text(name):
-            self.note(f"{name!a}: left out, because its name is not UTF-8")
-            return False
-        return True
+                if name.endswith(".jsonl") and name != CREDIT_FILE:
+                    if _is_text(name):
+                        yield folder / name
+                    else:
+                        self.note(f"{name!a}: left out, because its name is not UTF-8")
 
     def saved_checkpoints(self) -> list[Path]:
         """Return the checkpoints in the order of their steps. Raises RefusedFileError if one is a link."""
@@ -117,7 +111,8 @@ class Run:
         except FileNotFoundError:
             return  # the run is deleting checkpoints: the next call finds out
         if seen != self._checkpoints_seen:
-            self.note_recipe()
+            if (problem := self._recipe.problem()) is not None:
+                self.note(problem)
             metric = self._setting("train", "keep_best")
             self.best = find_best(found, metric, self.folder.within)
             self.supervised = self._setting("train", "algorithm") == "sft"
@@ -155,21 +150,13 @@ class Run:
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
-        """Record that a file cannot be read."""
         # name it without folders outside of the run, because an exported page is shared with others
         text = str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", "")
         if isinstance(error, OSError) and isinstance(error.filename, str):
             text = text.replace(error.filename, Path(error.filename).name)
         self.note(text)
 
-    def note_recipe(self) -> None:
-        """Record the problem if the recipe cannot be read."""
-        problem = self._recipe.problem()
-        if problem is not None:
-            self.note(problem)
-
     def note(self, problem: str) -> None:
-        """Record a problem to show to the user."""
         if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(problem)
 
@@ -303,7 +290,9 @@ class Runs:
         found: list[Run] = []
         for root in self._roots:
             label = self._labels[root]
-            names = _stages(self._recipes[root].data())
+            stages = self._recipes[root].data().get("stages")
+            entries = stages if isinstance(stages, list) else []
+            names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
             parts = [
                 self._run(part, f"{label}/{untrusted.printable(part.name)}", root)
                 for part in _parts(root, names)
@@ -325,11 +314,6 @@ class Runs:
 
 def _id_of(path: Path) -> str:
     return hashlib.sha256(str(path).encode()).hexdigest()[:12]
-
-
-def _stages(recipe: dict[str, Any]) -> list[Any]:
-    stages = recipe.get("stages")
-    return [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
 
 
 def _parts(root: Path, names: Sequence[Any]) -> list[Path]:

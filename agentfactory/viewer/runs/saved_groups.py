@@ -40,9 +40,8 @@ def read_line(path: Path, offset: int, length: int, within: Path) -> Any:
 
 
 def read_group(path: Path, offset: int, length: int, within: Path) -> tuple[Any, str | None]:
-    """Parse a complete group, with arrays for the streams of its rows. If its arrays cannot be read, its chains have no
-    rows, and the second value gives the reason. Raises ValueError if the line is not a group, OSError if the file
-    cannot be read."""
+    """Parse a complete group, with arrays for the streams of its rows. If these cannot be read, its chains have no
+    rows, and the second value gives the reason. Raises ValueError if the line is no group, or OSError."""
     group = read_line(path, offset, length, within)
     try:
         restore_streams(group, read_record(group, path, within))
@@ -61,7 +60,6 @@ def read_bytes(path: Path, offset: int, length: int, within: Path) -> bytes:
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and arguments of each call in a message."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         yield str(function.get("name", "")), function.get("arguments")

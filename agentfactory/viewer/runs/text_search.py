@@ -10,7 +10,6 @@ from agentfactory.viewer.runs.saved_groups import outline, texts_of
 
 SECONDS = 0.3
 _KEPT = 8
-_CHAINS_AT_ONCE = 200
 
 
 class TextSearch:
@@ -29,7 +28,7 @@ class TextSearch:
         """Search for at most `seconds`; return the number of chains still to be searched."""
         until = time.monotonic() + seconds
         with self._lock:
-            while lines := index.lines_after(self._last, _CHAINS_AT_ONCE):
+            while lines := index.lines_after(self._last, 200):
                 for line in lines:
                     if places := self._places(bytes_of, line):
                         index.note_found(self.number, line, places)
@@ -63,7 +62,6 @@ class TextSearches:
         self._lock = threading.Lock()
 
     def get(self, text: str) -> TextSearch:
-        """Return the search for a text."""
         with self._lock:
             if text not in self._kept:
                 self._made += 1

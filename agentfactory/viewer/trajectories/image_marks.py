@@ -1,5 +1,4 @@
-"""Images in the messages of a chain, and boxes and points in them where its tools looked and acted, from any image
-coordinates of models."""
+"""Images in a chain's messages, and the boxes and points where its tools looked and acted, in any coordinates."""
 
 import base64
 import binascii

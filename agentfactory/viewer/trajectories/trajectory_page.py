@@ -42,7 +42,6 @@ class Chain:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The chain as saved in the file."""
         return self.group["trajectories"][self.place]
 
 

@@ -14,7 +14,6 @@ from agentfactory.worlds.shared import Shared
 
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
 """The `question` of a data row, followed in the prompt by the room and the task."""
-MAX_STEPS = 50
 
 _engines: Shared[Engine] = Shared()
 
@@ -43,17 +42,13 @@ class AlfWorld(Environment):
         data: str | None = None,
         seed: int = 0,
         show_actions: bool = False,
-        max_steps: int = MAX_STEPS,
+        max_steps: int = 50,
         processes: int | None = None,
         games_per_process: int = 200,
         python: str | None = None,
     ) -> None:
         count = (os.cpu_count() or 1) if processes is None else processes
-        for name, value in (
-            ("max_steps", max_steps),
-            ("processes", count),
-            ("games_per_process", games_per_process),
-        ):
+        for name, value in (("max_steps", max_steps), ("processes", count), ("games_per_process", games_per_process)):
             if type(value) is not int or value < 1:
                 raise SettingError(name, f"got {value!r}", "give a whole number from 1")
         published = None if data is None else PublishedGames(data)
@@ -108,18 +103,15 @@ class AlfWorld(Environment):
         return None if scene is None or scene.won else [scene.observation, scene.admissible]
 
     def release(self) -> None:
-        """End the game."""
         if self._play is not None:
             self._play.close()
         self._play = self._scene = None
         self._steps, self._won, self._type = 0, False, ""
 
     def gauges(self) -> dict[str, float]:
-        """Return the number of subprocesses `started`."""
         return {"started": float(self._engine.started)}
 
     def close(self) -> None:
-        """Release the engine; the last user ends its subprocesses."""
         self.release()
         engine = _engines.release(self._key)
         if engine is not None:

@@ -51,8 +51,7 @@ class Scene:
 class Engine:
     """A pool of subprocesses, each running several games. Thread-safe; calls to one subprocess are serialized.
     `processes`: number up to which new games get a subprocess of their own. `games`: games after which a subprocess is
-    replaced, because its memory grows with each. `python`: the Python that has the package `alfworld`; None: this
-    one."""
+    replaced, because its memory grows with each. `python`: the Python that has `alfworld`; None: this one."""
 
     def __init__(self, processes: int, games: int, python: str | None = None) -> None:
         self._pool = Pool(lambda: _Process(python), lambda _, played: played >= games, spread=processes)
@@ -61,7 +60,6 @@ class Engine:
 
     @property
     def started(self) -> int:
-        """Subprocesses started so far."""
         return self._pool.started
 
     def open(self, game: Path | dict[str, Any]) -> tuple["Play", Scene]:
@@ -86,17 +84,13 @@ class Engine:
             return self._package
 
     def close(self) -> None:
-        """End all processes."""
         self._pool.close()
 
     def pids(self) -> list[int]:
-        """Return the ids of the running processes."""
         return self._pool.pids()
 
 
 class Play:
-    """One game that is being played."""
-
     _numbers = itertools.count()
 
     def __init__(self, pool: "Pool[_Process]") -> None:
@@ -106,7 +100,6 @@ class Play:
         self._closed = False
 
     def begin(self, game: str | dict[str, Any]) -> Scene:
-        """Load the game. Raises the errors of `Engine.open`."""
         return self._ask("open", game=game)
 
     def act(self, action: str) -> Scene:
@@ -114,7 +107,6 @@ class Play:
         return self._ask("act", action=action)
 
     def close(self) -> None:
-        """End the game. May be called again."""
         if self._closed:
             return
         self._closed = True

@@ -49,7 +49,6 @@ class Engine:
         fast_downward.load_lib = lambda: self._libraries.pop() if self._libraries else load()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute a request and return its answer."""
         match request["do"]:
             case "open":
                 return self._open(request["play"], request["game"])
@@ -147,7 +146,6 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
     faulthandler.enable()  # the planner's library is C++
     end_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

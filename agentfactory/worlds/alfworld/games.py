@@ -52,7 +52,6 @@ class PublishedGames:
             raise SettingError("data", f"{data}: there is no folder {given / FOLDER} with games", _GET)
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
-        """Yield the name and type of each game of a split, sorted by name."""
         for trajectory in sorted((self._root / split).rglob(TRAJECTORY)):
             name, game = str(trajectory.parent.relative_to(self._root)), trajectory.with_name(GAME)
             if "movable" in name or "Sliced" in name or not game.exists():
@@ -62,7 +61,6 @@ class PublishedGames:
                 yield name, TaskType(task_type)
 
     def content(self, name: str) -> Path:
-        """Return the game's file. Raises ValueError if it does not exist."""
         file = self._root / str(name) / GAME
         if not is_inside(str(name)) or not file.is_file():
             raise ValueError(f"game: got {name!r}, and there is no file {file} in the folder of games")
@@ -77,13 +75,11 @@ class GeneratedGames:
         self._seed, self._package = seed, package
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
-        """Yield the name and type of each game of a split."""
         for number in range(COUNTS[split]):
             if _type_of(number) in types:
                 yield f"{split}/{number:06d}", _type_of(number)
 
     def content(self, name: str) -> dict[str, Any]:
-        """Return the game's content. Raises ValueError if there is no such game."""
         return self.game(name).content
 
     def game(self, name: str) -> Game:

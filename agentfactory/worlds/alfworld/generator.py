@@ -53,17 +53,14 @@ class Package:
         self.lamps = tables["affords"]["Toggleable"]
 
     def holds(self, receptacle: str, thing: str) -> bool:
-        """Return whether receptacles of this type may hold objects of this type."""
         return thing in self.tables["holds"].get(receptacle, ())
 
     @cached_property
     def seen(self) -> list[str]:
-        """The names of the floor plans for training."""
         return [plan for plan in self.tables["floor_plans"] if plan not in self.unseen]
 
     @cached_property
     def unseen(self) -> list[str]:
-        """The names of the floor plans that never occur in training."""
         return [plan for plan in self.tables["floor_plans"] if plan in self.tables["unseen"]]
 
 
@@ -77,7 +74,6 @@ class Room:
     places: dict[str, str] = field(default_factory=dict)
 
     def of_type(self, kind: str) -> list[str]:
-        """Return the ids of the receptacles or objects of a type."""
         return [name for name, its in (self.receptacles | self.things).items() if its == kind]
 
 
@@ -92,7 +88,6 @@ class Game:
 
     @property
     def walkthrough(self) -> list[str]:
-        """The actions of a solution."""
         return self.content["walkthrough"]
 
 

@@ -29,8 +29,8 @@ _PROTOCOLS_V4 = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "192.88
 
 
 class AllowedHosts:
-    """The hosts in private networks that a recipe allows: `HOST` for ports 80 and 443, or `HOST:PORT`. Raises
-    SettingError for an entry that is neither."""
+    """Private hosts that a recipe allows, as `HOST` (ports 80 and 443) or `HOST:PORT`. Raises SettingError for
+    others."""
 
     def __init__(self, entries: Collection[str]) -> None:
         self._ports: dict[str, set[int]] = {}
@@ -130,5 +130,4 @@ class CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the underlying resolver."""
         await self._resolver.close()

@@ -12,7 +12,6 @@ from typing import Any
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.worlds.browse.database import Database
 
-_DAY = 86400.0
 _ROOM = 0.9
 """Eviction removes the oldest entries down to this fraction of the maximum size."""
 _REMOVED = 256
@@ -30,7 +29,7 @@ class DiskCache:
     exceeds `max_bytes`. `hits` and `misses` count this object's lookups. `folder`: folder of the cache; created if it
     does not exist. `seconds`: lifetime of an entry. `max_bytes`: maximum size of all entries together."""
 
-    def __init__(self, folder: Path, seconds: float = 30 * _DAY, max_bytes: int = 4 << 30) -> None:
+    def __init__(self, folder: Path, seconds: float = 30 * 86400.0, max_bytes: int = 4 << 30) -> None:
         self._database = Database(folder / "cache.sqlite", _TABLES)
         self._seconds, self._most = seconds, max_bytes
         self._making: dict[bytes, asyncio.Task[Any]] = {}
@@ -38,8 +37,7 @@ class DiskCache:
 
     async def get(self, key: Any, make: Callable[[], Awaitable[Any]]) -> Any:
         """Return the value of `key`; on a miss, store and return the value of `make`. Concurrent lookups of one key
-        share one call of `make`. If it raises, all of them raise, and nothing is stored. Raises ToolInfrastructureError
-        if the file fails."""
+        share one call; if it raises, all of them do. Raises ToolInfrastructureError if the file fails."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
         making = self._making.get(digest)
         if making is None:

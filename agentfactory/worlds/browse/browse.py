@@ -54,7 +54,6 @@ class Browse(Environment):
         self._visited: list[tuple[str, int]] = []
 
     async def reset(self, **task: Any) -> None:
-        """Forget the last chain's pages."""
         self._begin()
 
     @tool
@@ -110,11 +109,9 @@ class Browse(Environment):
         return shown
 
     def gauges(self) -> dict[str, float]:
-        """Return the page cache's hits and misses since the start."""
         return self._pages.gauges()
 
     async def close(self) -> None:
-        """Release the shared pages; the last user closes them."""
         pages = _shared.release(self._key)
         if pages is not None:
             await pages.close()

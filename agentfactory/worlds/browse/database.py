@@ -16,10 +16,9 @@ _BUSY_SECONDS = 30.0
 
 
 class Database:
-    """An SQLite file in WAL mode: readers never wait, and writers wait only for other writers. `path`: path on a local
-    disk, because SQLite's locks do not work over a network. Its folder is created. `tables`: SQL that creates the
-    tables if they do not exist. Raises SettingError (the file cannot be created, or is not such a database), DiskError
-    (the disk is full)."""
+    """An SQLite file in WAL mode: readers never wait, and writers wait only for other writers. `path` is on a local
+    disk, because SQLite's locks do not work over a network; its folder is created. `tables`: SQL that creates the
+    tables. Raises SettingError (the file is not such a database, or cannot be created), DiskError (a full disk)."""
 
     def __init__(self, path: Path, tables: str) -> None:
         self.path = path
@@ -66,7 +65,6 @@ class Database:
             self._connection.execute("COMMIT")
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._connection.close()
 

@@ -27,7 +27,6 @@ _HEADERS = {
     "Accept-Encoding": "gzip, deflate",
 }
 _READABLE = ("application/xhtml+xml", "application/xml", "application/json", "application/pdf")
-_REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _CONNECT_SECONDS = 10.0
 _CONNECTIONS, _TO_ONE_HOST, _TO_OWN_HOSTS = 64, 8, 512
@@ -42,10 +41,9 @@ class Fetcher:
     """An HTTP client for documents. One object serves all chains of an event loop. Every address, including each
     redirect's, is checked after name resolution, and the connection goes to the checked address. Cookies, environment
     proxies and passwords are not used. `allow_hosts`: hosts in private networks that may be fetched: HOST, or
-    HOST:PORT. They belong to the recipe's world, so their failures are infrastructure failures, which the model does
-    not have to handle. `robots`: whether to obey a site's robots.txt. `seconds`: timeout of one document, including
-    redirects and robots.txt. `max_bytes`: maximum size of a document after decompression. `resolver`: resolver of host
-    names; None: the system's."""
+    HOST:PORT; their failures are infrastructure failures, not the model's. `robots`: whether to obey a site's
+    robots.txt. `seconds`: timeout of one document, including redirects and robots.txt. `max_bytes`: maximum size of a
+    document after decompression. `resolver`: resolver of host names; None: the system's."""
 
     def __init__(
         self,
@@ -89,7 +87,6 @@ class Fetcher:
         raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")
 
     async def close(self) -> None:
-        """Close all connections."""
         for session in self._opened.values():
             await session.close()
 
@@ -111,7 +108,7 @@ class Fetcher:
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
         location = response.headers.get("Location")
-        if response.status not in _REDIRECTS or location is None:
+        if response.status not in (301, 302, 303, 307, 308) or location is None:
             return None
         try:
             target = response.url.join(URL(location))

@@ -49,8 +49,7 @@ _TITLE_CHARACTERS = 200
 
 
 def read_document(document: Document) -> Text:
-    """Convert a document to text. Some documents take minutes: call it in a process that can be killed (`Reader`).
-    Raises PageError if it cannot be read."""
+    """Convert a document to text, which may take minutes (see `Reader`). Raises PageError if it cannot be read."""
     if document.type == "application/pdf":
         return _read_pdf(document)
     text = decode(document.content, document.charset)

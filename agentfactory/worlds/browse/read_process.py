@@ -20,7 +20,6 @@ MEMORY_BYTES = 2 << 30
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
     parent_watch.follow_parent()
     logging.disable()  # pypdf's warnings about malformed files
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -84,13 +84,11 @@ class Pages:
         return WebPage(kept["url"], Text(text["title"], text["text"], tuple(text["links"])))
 
     def gauges(self) -> dict[str, float]:
-        """Return the cache's hits and misses since the start."""
         if self._cache is None:
             return {}
         return {"cache_hits": float(self._cache.hits), "cache_misses": float(self._cache.misses)}
 
     async def close(self) -> None:
-        """Close connections, subprocesses and files."""
         if self._cache is not None:
             await self._cache.close()
         await self._fetcher.close()

@@ -25,7 +25,6 @@ class Page:
 
     @property
     def count(self) -> int:
-        """The number of windows, at least 1."""
         return len(self._ends)
 
     def window(self, number: int) -> str:

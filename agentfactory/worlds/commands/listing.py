@@ -26,20 +26,13 @@ from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
-from agentfactory.worlds.commands.subject import (
-    catalogue,
-    describe,
-    first_line,
-    sources_of,
-    world_and_source,
-)
+from agentfactory.worlds.commands.subject import catalogue, describe, first_line, sources_of, world_and_source
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def list_worlds(as_json: bool, say: Callable[[str], None]) -> None:
-    """Say what is installed."""
     if as_json:
         say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
         return
@@ -243,7 +236,6 @@ def default_words(field: FieldInfo) -> str:
 
 
 def docstring_of(documented: type) -> str:
-    """Return a docstring as one line."""
     return " ".join(inspect.cleandoc(documented.__doc__ or "").split())
 
 

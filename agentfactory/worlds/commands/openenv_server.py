@@ -118,7 +118,6 @@ class Session:
         self._episode: dict[str, Any] = {"episode_id": "", "step_count": 0, "index": 0, "done": False}
 
     async def close(self) -> None:
-        """Release the episode's world."""
         self._tools, stack, self._stack = None, self._stack, AsyncExitStack()
         await stack.aclose()
 
@@ -193,8 +192,6 @@ def _error(code: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 def make_app(world: ServedWorld) -> Starlette:
-    """Return the server's application."""
-
     async def session(socket: WebSocket) -> None:
         await socket.accept()
         found = Session(world)

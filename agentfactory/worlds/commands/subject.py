@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """The entry in one line."""
         of = f" (tasks of {self.world})" if self.world and self.world != self.name else ""
         needs = f"; needs {', '.join(self.needs)}" if self.needs else ""
         lack = f"; missing: {self.missing}" if self.missing else ""
@@ -94,7 +93,6 @@ def first_line(documented: Any) -> str:
 
 
 def catalogue() -> Iterator[Entry]:
-    """Yield every installed world and task source, by name."""
     for kind, group in (("world", WORLDS), ("tasks", SOURCES)):
         for name, place in registered(group).items():
             yield describe(kind, name, place)

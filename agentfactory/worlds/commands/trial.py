@@ -27,7 +27,6 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.commands.subject import Subject
 
-_DRAWS = 200
 _MOST_DEPTH = 6
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 
@@ -45,14 +44,13 @@ class RandomCalls:
         self._words: list[str] = []
 
     def see(self, text: str) -> None:
-        """Take the words of an observation."""
         self._words = list(dict.fromkeys([*_BRACKETED.findall(text), *re.findall(r"\w+", text)]))
 
     def draw(self) -> tuple[str, dict[str, Any]]:
         """Return a tool's name and arguments that fit its schema. Raises NoLegalCall."""
         spec = self._random.choice(self._specs)
         fault: str | None = None
-        for _ in range(_DRAWS):
+        for _ in range(200):
             arguments = self._value({"type": "object", **spec.parameters}, spec.parameters, 0)
             try:
                 fault = self._checks[spec.name].fault(arguments)

@@ -21,12 +21,9 @@ _ACTIONS = {
     "try": "play an episode of random or given calls, turn by turn",
     "serve": "serve a world or a recipe as an environment of other trainers",
 }
-_FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
-"""Folder of a module that needs verifiers, and nothing of AgentFactory."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of each action."""
     for name, action in add_actions(command, _ACTIONS):
         if name in ("list", "show"):
             action.add_argument("--json", action="store_true", help="print JSON")
@@ -79,7 +76,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             from agentfactory.worlds.commands.subject import open_subject
 
             subject = open_subject(options.world, options.overrides, options.option)
-            client = f"\nverifiers' taskset agentfactory-world is in {_FOR_VERIFIERS}"
+            client = f"\nverifiers' taskset agentfactory-world is in {Path(__file__).parent / 'for_verifiers'}"
             client = client if options.protocol == "verifiers" else ""
             run_interruptibly(serve(subject, options.host, options.port, options.api_key_env, say, client))
 

@@ -18,13 +18,10 @@ from agentfactory.worlds.shared import Shared
 CALL_SECONDS = 50.0
 """Time limit of a call, after which the game's process is killed; a tool's own limit is 60 by default."""
 
-_SERVER = "agentfactory.worlds.game_processes.fork_server"
-
 
 class GameProcess:
     """A process that has one object of `place`, `MODULE:NAME`, and calls its methods. It starts with the first call,
-    and again with the first one after it was lost. Not thread-safe. `title`: the game's name in errors. `seconds`: time
-    limit of a call."""
+    and again when lost. Not thread-safe. `title`: the game's name in errors. `seconds`: time limit of a call."""
 
     def __init__(self, place: str, title: str, seconds: float = CALL_SECONDS) -> None:
         self._key, self._title, self._seconds = (place, seconds), title, seconds
@@ -70,7 +67,7 @@ class _ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._process = subprocess.Popen(
-                own_python("-m", _SERVER, place, str(seconds), str(theirs.fileno())),
+                own_python("-m", f"{__package__}.fork_server", place, str(seconds), str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment.for_others(

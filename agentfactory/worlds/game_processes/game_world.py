@@ -29,7 +29,6 @@ class GameWorld(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if a package is missing."""
         check_extra(cls.package)
 
     @classmethod
@@ -61,9 +60,7 @@ class GameWorld(Environment):
         return self._anchor
 
     def release(self) -> None:
-        """Forget the game."""
         self._anchor = None
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()

@@ -10,8 +10,6 @@ from agentfactory.base.messages import ToolInfrastructureError
 
 
 class Pooled(Protocol):
-    """A running process."""
-
     @property
     def pid(self) -> int: ...
 
@@ -80,7 +78,6 @@ class Pool(Generic[P]):
             raise
 
     def leave(self, place: Place[P]) -> None:
-        """End a game."""
         with self._lock:
             place.games -= 1
             if place.process is None and place.games == 0 and place in self._places:
@@ -88,18 +85,15 @@ class Pool(Generic[P]):
             self._end_if_empty(place)
 
     def games(self) -> int:
-        """Return the number of games being played."""
         with self._lock:
             return sum(place.games for place in (*self._places, *self._leaving))
 
     def pids(self) -> list[int]:
-        """Return the ids of the running processes."""
         with self._lock:
             processes = [place.process for place in (*self._places, *self._leaving)]
             return [process.pid for process in processes if process is not None and process.alive]
 
     def close(self) -> None:
-        """End all processes."""
         with self._lock:
             self._closed = True
             places = [*self._places, *self._leaving]

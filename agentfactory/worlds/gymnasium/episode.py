@@ -20,8 +20,6 @@ from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.gymnasium.spaces import UnsupportedSpace, action_reader, check_describable, described
 
 _LONGEST_TEXT = 4000
-_NO_ENVIRONMENTS = ("gymnasium.core", "typing", "builtins")
-"""Modules of the bases of all environments."""
 _MARKUP = (
     (re.compile(r"```.*?```", re.DOTALL), ""),  # citations
     (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),
@@ -35,7 +33,8 @@ _ITEM = re.compile(r"^(?:-\s*(\d+):\s*(.+?)|\|\s*(\d+)\s*\|\s*([^|]+?)\s*\|.*)\s
 
 def sections_of(environment: type) -> dict[str, str]:
     """Return heading -> text of a class's docstring, or its nearest base's outside of gymnasium; "": the beginning."""
-    own = [kind for kind in environment.__mro__ if kind.__module__ not in _NO_ENVIRONMENTS]
+    common = ("gymnasium.core", "typing", "builtins")
+    own = [kind for kind in environment.__mro__ if kind.__module__ not in common]
     text = inspect.cleandoc(next(filter(None, (kind.__doc__ for kind in own)), ""))
     found: dict[str, str] = {}
     parts = re.split(r"^[ ]*##\s+(.+?)\s*$", text, flags=re.MULTILINE)
@@ -80,9 +79,8 @@ class Episode:
         self._names: list[str] = []
 
     def check(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Begin an episode. Return `question` (the environment's description of itself), `threshold` (the return from
-        which it counts as solved, or None) and `limit` (of steps, or None). Raises Refused with the field of the
-        source, the problem and the fix."""
+        """Begin an episode. Return `question` (the environment's text), `threshold` (the return from which it counts as
+        solved, or None) and `limit` (of steps, or None). Raises Refused with the field, the problem and the fix."""
         try:
             self.reset(settings, seed)
         except gymnasium.error.DependencyNotInstalled as error:  # of drawing
@@ -96,7 +94,6 @@ class Episode:
         }
 
     def reset(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Begin an episode; see `check`."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         options = {**settings["options"]}

@@ -58,7 +58,6 @@ class Gym(GameWorld):
         return found
 
     def release(self) -> None:
-        """Forget the episode."""
         super().release()
         self._return, self._steps, self._ended = 0.0, 0, False
 

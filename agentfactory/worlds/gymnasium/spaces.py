@@ -18,8 +18,7 @@ class UnsupportedSpace(ValueError):
 
 def action_reader(space: spaces.Space[Any], names: Sequence[str]) -> tuple[str, Callable[[Any], Any]]:
     """Return a description of the actions, and a function that converts a model's action; it raises ValueError with
-    what is allowed. `names` are those of a Discrete space's actions, or of the numbers of another one. Raises
-    UnsupportedSpace."""
+    what is allowed. `names`: of a Discrete space's actions, or of another one's numbers. Raises UnsupportedSpace."""
     match space:
         case spaces.Discrete():
             return _discrete(space, names)

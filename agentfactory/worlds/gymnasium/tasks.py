@@ -56,7 +56,6 @@ class GymSource(TaskSource):
         return actions
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per seed, after making the environment once. See TaskSource."""
         settings = self.model_dump(
             mode="json", include={"id", "options", "random_map", "render_mode", "actions", "max_steps"}
         )

@@ -44,7 +44,6 @@ async def check(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def main() -> None:
-    """Check the tasks given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m agentfactory.worlds.harbor.check", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("images", nargs="*", metavar="IMAGE=ROOT")

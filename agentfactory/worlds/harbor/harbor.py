@@ -77,7 +77,6 @@ class Harbor(Shell):
         return self._masked(await super().run(command, seconds))
 
     async def solve(self) -> ProgramResult:
-        """Run the task's solution (the oracle)."""
         assert self.workspace is not None
         solution = self.workspace / "solution"
         await in_folder_thread(_fresh, solution, Path(self.task.folder, "solution"), self._room())
@@ -102,7 +101,6 @@ class Harbor(Shell):
 
     @property
     def task(self) -> HarborTask:
-        """The chain's task."""
         assert self._task is not None
         return self._task
 

@@ -57,8 +57,6 @@ class Image:
 
 @dataclass(frozen=True)
 class HarborTask:
-    """A task's settings for its sandbox."""
-
     folder: str
     name: str
     root: str
@@ -77,12 +75,10 @@ class HarborTask:
     storage_mb: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the task as a field of a row."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the task from the mapping made by `to_json`."""
         return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
 
 

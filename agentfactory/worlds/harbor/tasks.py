@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "verifier": ("environment", "collect"),
 }
 """Fields for features that a sandbox lacks."""
-_OF_A_TASK = ("task.toml", "instruction.md")
 _HONOURED = {
     "agent": ("timeout_sec", "user"),
     "verifier": ("timeout_sec", "env", "user", "environment_mode"),
@@ -52,16 +51,13 @@ def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dic
     if not folder.is_dir():
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
     folder = Path(os.path.abspath(folder))
-    found = [place for place in (folder, *map(folder.joinpath, entries_of(folder, folder))) if _is_task(place)]
+    found = [place for place in (folder, *map(folder.joinpath, entries_of(folder, folder)))]
+    found = [place for place in found if any(map(os.path.isfile, (place / "task.toml", place / "instruction.md")))]
     if not found:
         raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
     if found[0] == folder:
         found = [folder]
     return [_Reader(path, folder, images, field).row() for path in found]
-
-
-def _is_task(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in _OF_A_TASK)
 
 
 def _without_canary(text: str) -> str:

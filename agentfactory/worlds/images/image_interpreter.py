@@ -96,16 +96,13 @@ class ImageInterpreter(ImageTools):
         return {"observation": observation, **info}
 
     async def release(self) -> None:  # type: ignore[override]
-        """Forget the images, and end the chain's process and workspace."""
         super().release()
         await self._interpreter.release()
 
     async def healthy(self) -> bool:
-        """Return whether the sandbox can serve the next chain."""
         return await self._interpreter.healthy()
 
     async def close(self) -> None:
-        """End the process and remove the workspace."""
         await self._interpreter.close()
 
 

@@ -93,7 +93,6 @@ class Way:
     f: float = 0.0
 
     def of(self, point: Point) -> Point:
-        """Map a point."""
         x, y = point
         return self.a * x + self.b * y + self.c, self.d * x + self.e * y + self.f
 
@@ -124,8 +123,6 @@ class Step(ABC):
 
 @dataclass(frozen=True)
 class Crop(Step):
-    """A crop to a part of the image."""
-
     box: PixelBox
 
     def apply(self, image: Image.Image) -> Image.Image:
@@ -185,8 +182,6 @@ Direction = Literal["left_right", "top_bottom"]
 
 @dataclass(frozen=True)
 class Flip(Step):
-    """A mirror image."""
-
     direction: Direction
 
     def apply(self, image: Image.Image) -> Image.Image:
@@ -250,7 +245,6 @@ class Picture:
             self._key = str(path.absolute()), status.st_mtime_ns, status.st_size
 
     def changed(self, step: Step) -> "Picture":
-        """Return the picture derived by one more step."""
         after = copy(self)
         after._before, after._steps, after._size = self, (*self._steps, step), None
         return after
@@ -270,7 +264,6 @@ class Picture:
 
     @property
     def size(self) -> Size:
-        """Width and height in pixels."""
         return self._size or self.pixels().size
 
     @property
@@ -282,7 +275,6 @@ class Picture:
 
     @property
     def first(self) -> "Picture":
-        """The original image, before all steps."""
         return self if self._before is None else self._before.first
 
     def box_in_first(self) -> list[float]:

@@ -11,9 +11,6 @@ from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 from agentfactory.worlds.openenv.words import digest, shown
 
-_OF_SERVERS = "transport_error"
-"""The kind of a tool's error that no model causes."""
-
 
 @dataclass
 class _Episode:
@@ -38,13 +35,11 @@ class OpenEnv(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if a package is missing."""
         check_extra("openenv")
 
     async def reset(self, openenv: dict[str, Any], seed: int, **task: Any) -> Any:
-        """Begin an episode in a session of its own. Return the actions, and the first observation. Raises SettingError
-        (the key's variable is not set), ToolInfrastructureError (the server gives no session, refuses the reset, or
-        took too long)."""
+        """Begin an episode in a session of its own; return the actions, and the first observation. Raises SettingError
+        (the key's variable is not set), ToolInfrastructureError (no session, a refused reset, or the time limit)."""
         await self.release()
         server = Server(openenv["url"], openenv["api_key_env"])
         episode = self._episode = _Episode(await server.connect(openenv["seconds"]), openenv)
@@ -84,13 +79,11 @@ class OpenEnv(Environment):
         return None if self._episode is None or self._episode.ended else self._episode.anchor
 
     async def release(self) -> None:
-        """End the episode's session."""
         if self._episode is not None:
             session, self._episode = self._episode.session, None
             await session.close()
 
     async def close(self) -> None:
-        """End the episode's session."""
         await self.release()
 
 
@@ -105,7 +98,7 @@ async def _step(episode: _Episode, action: dict[str, Any]) -> Any:
         except RefusedAction as error:
             raise ValueError(str(error)) from None
         fault = _fault_of_call(step.observation) if calls else None
-        if fault is not None and fault[0] == _OF_SERVERS:
+        if fault is not None and fault[0] == "transport_error":  # no model causes it
             told = f"{episode.session.name}: a tool could not be called: {fault[1]}"
             raise ServerFault(told, "look at the server's log")
         episode.steps += 1

@@ -22,8 +22,6 @@ _OPEN_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 """Time for a server to end a session, after which its place is free."""
 _DESCRIPTION_BYTES = 4 << 20
-_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Error codes of refused actions, after which the session continues."""
 _SHOWN = 200
 _NO_SERVER = "give the address of an OpenEnv server, without /ws, /web or /schema"
 _BROKEN = "look at the server's log"
@@ -43,8 +41,6 @@ class RefusedAction(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """The answer to a reset or a step."""
-
     observation: dict[str, Any]
     reward: float | None
     done: bool
@@ -229,7 +225,7 @@ class Session:
             pool = f"mcp_servers: {{openenv: {{module: openenv, pool: {{capacity: {most}}}}}}}"
             fix = f"raise the server's max_concurrent_envs, or make chains wait: {pool}"
             return ServerFault(f"{self.name} has no free session: {told}", fix)
-        if code in _OF_ACTIONS:
+        if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):  # the session continues
             faults = data.get("errors") if isinstance(data.get("errors"), list) else None
             return RefusedAction("; ".join(map(_told, faults)) if faults else told)
         return ServerFault(f"{self.name} answered a {kind} with {code}: {told[:_SHOWN]}", _BROKEN)

@@ -47,7 +47,6 @@ class OpenEnvSource(TaskSource):
     """Return from which an ended episode counts as success. Null: there is no metric success."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per seed, after beginning the first episode once. See TaskSource."""
         check_extra("openenv")
         try:
             server = Server(self.url, self.api_key_env)

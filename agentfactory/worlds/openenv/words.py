@@ -16,14 +16,13 @@ _BOUNDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minLength", "maxLength", "pattern", "format", "minItems", "maxItems"),
 )
-_OF_TOOLS = ("call_tool", "list_tools")
 
 
 def calls_tools(schema: dict[str, Any]) -> bool | None:
     """Return whether actions of a schema are calls of tools; None if only the server knows, as for no fields."""
     own = _own_fields(schema)
     kind = own.get("type")
-    if isinstance(kind, dict) and kind.get("const") in _OF_TOOLS:
+    if isinstance(kind, dict) and kind.get("const") in ("call_tool", "list_tools"):
         return True
     return None if not own else False
 
@@ -125,7 +124,6 @@ def shown(observation: dict[str, Any], names: Sequence[str] | None, of_call: boo
 
 
 def digest(observation: dict[str, Any]) -> str:
-    """Return a digest of an observation without its metadata."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     return blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -56,7 +56,6 @@ class Refused(Exception):
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
     parent_watch.follow_parent()
     logging.disable()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

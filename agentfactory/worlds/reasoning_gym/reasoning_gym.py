@@ -40,7 +40,6 @@ class ReasoningGym(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if the package is missing."""
         check_extra("reasoning-gym")
 
     @classmethod
@@ -62,7 +61,6 @@ class ReasoningGym(Environment):
         return {"reward": score, "success": float(score == 1.0), "answered": float(answer is not None)}
 
     def close(self) -> None:
-        """End the processes with their last user."""
         if (processes := _verifiers.release("all")) is not None:
             processes.close()
 

@@ -53,8 +53,6 @@ def _java() -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an action."""
-
     observation: str
     score: int
     """From 0 to 100; -100 if the task has failed."""
@@ -147,7 +145,6 @@ class Jvm:
 
     @property
     def loss(self) -> str:
-        """The reason why the process has ended."""
         status = self._process.poll()
         if status == _OUT_OF_MEMORY:
             return f"Java needed more than {self._heap_mb} MiB; raise heap_mb, or lower games_per_jvm"
@@ -174,7 +171,13 @@ class Jvm:
         """Return the result of `function`, which calls the engine for a game. Raises GameLost if the process has ended,
         or was killed because it did not answer, or the engine failed."""
         with self._lock, self._calling():
-            self._detach_forgotten()
+            while self._forgotten:
+                left = self._forgotten.popleft()
+                if self._present is left:
+                    self._present = None
+                for one in (left.engine, left.random):
+                    if one is not None:
+                        self._gateway.detach(one)
             if self._present is not game:
                 self._exchange(game)
             return function()
@@ -182,15 +185,6 @@ class Jvm:
     def forget(self, game: "Game") -> None:
         """Free a game's objects in the JVM at the next call, without waiting."""
         self._forgotten.append(game)
-
-    def _detach_forgotten(self) -> None:
-        while self._forgotten:
-            game = self._forgotten.popleft()
-            if self._present is game:
-                self._present = None
-            for one in (game.engine, game.random):
-                if one is not None:
-                    self._gateway.detach(one)
 
     def _exchange(self, game: "Game") -> None:
         if self._present is not None:
@@ -264,7 +258,6 @@ class Game:
         return self.jvm.call(self, function)
 
     def description(self) -> str:
-        """Return the task description."""
         return self._call(self.engine.getTaskDescription)
 
     def look(self) -> str:
@@ -272,8 +265,6 @@ class Game:
         return self._call(self.engine.freeActionLook)
 
     def step(self, action: str) -> Step:
-        """Take an action."""
-
         def step() -> Step:
             observation, engine = self.engine.step(action), self.engine
             score = round(100 * engine.getScore())
@@ -328,6 +319,5 @@ class Play:
         self.game = game
 
     def end(self) -> None:
-        """Release the game."""
         self.game.close()
         self._pool.leave(self._place)

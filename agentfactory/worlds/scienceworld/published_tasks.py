@@ -12,7 +12,6 @@ _ROOMS = (
     "greenhouse, art studio, hallway\n"
     "You should explore the environment and find the items you need to complete the experiment."
 )
-_TELEPORT = "You can teleport to any room in one step."
 _OPEN = "All containers in the environment have already been opened, you can directly get items from the containers."
 _ACTIONS = {
     "open OBJ": "open a container",
@@ -49,7 +48,7 @@ def instruction(simplifications: str) -> str:
         without.add("teleport to LOC")
     parts = [
         _ROOMS,
-        *([_TELEPORT] if "teleportAction" in names else []),
+        *(["You can teleport to any room in one step."] if "teleportAction" in names else []),
         *([_OPEN] if published or "openContainers" in names else []),
         "\nThe available actions are:",
         *(f"    {action}: {meaning}" for action, meaning in _ACTIONS.items() if action not in without),
@@ -82,8 +81,6 @@ TASKS = {
 SIMPLIFICATIONS = ("teleportAction", "openDoors", "openContainers", "selfWateringFlowerPots", "noElectricalAction")
 EASY = "easy"
 """All simplifications except `openContainers`, and in tasks on electricity except `noElectricalAction`."""
-
-_ELECTRICAL = ("power-component", "conductivity")
 
 
 class Split(StrEnum):
@@ -122,7 +119,7 @@ def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
     unknown, or if the task needs the electrical actions that it disables."""
     if not isinstance(simplifications, str):
         raise SettingError("simplifications", f"got {short(simplifications)}", "give names with commas between them")
-    electrical = task is not None and any(word in task for word in _ELECTRICAL)
+    electrical = task is not None and any(word in task for word in ("power-component", "conductivity"))
     if simplifications == EASY:
         left_out = ("openContainers", "noElectricalAction") if electrical else ("openContainers",)
         return tuple(name for name in SIMPLIFICATIONS if name not in left_out)

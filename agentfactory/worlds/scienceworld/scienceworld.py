@@ -73,13 +73,11 @@ class ScienceWorld(Environment):
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if Java or the engine is missing."""
         check_engine()
 
     def reset(self, task: str, variation: int, simplifications: str | None = None, **row: Any) -> str:
-        """Begin a variation of a task; return the task description and the first observation. Raises SettingError (the
-        task, the variation or the simplifications are invalid), ToolInfrastructureError (no Java process could be
-        started)."""
+        """Begin a variation of a task; return the task description and the first observation. Raises SettingError (an
+        argument is invalid), ToolInfrastructureError (no Java process could be started)."""
         self.release()
         name = named(task)
         chosen = resolved(self._simplifications if simplifications is None else simplifications, name)
@@ -154,7 +152,6 @@ class ScienceWorld(Environment):
         return self._jvms.gauges()
 
     def close(self) -> None:
-        """Release the Java processes, which end with their last user."""
         self.release()
         if (jvms := _pools.release(self._key)) is not None:
             jvms.close()
@@ -172,12 +169,8 @@ class ScienceWorld(Environment):
 
 def in_brief(actions: Sequence[str]) -> list[str]:
     """Summarize the two-object actions of each verb in one line; keep the order."""
-    return list(dict.fromkeys(map(_brief, actions)))
-
-
-def _brief(action: str) -> str:
-    between, brief = _WITH_TWO_OBJECTS.get(action.split(" ")[0], ("", ""))
-    return brief if brief and between in action else action
+    found = ((action, *_WITH_TWO_OBJECTS.get(action.split(" ")[0], ("", ""))) for action in actions)
+    return list(dict.fromkeys(brief if brief and between in action else action for action, between, brief in found))
 
 
 def scienceworld_tasks(

@@ -27,8 +27,7 @@ _CARE_SECONDS = 15.0
 """Time limit for opening or closing a context. After it Chromium is asked to exit, and playwright kills it."""
 _START_SECONDS = 60.0
 _OPENING = max(4, os.cpu_count() or 1)
-"""Chains that open their pages concurrently. With more, the processors would be shared so widely that pages time
-out."""
+"""Chains that open their pages concurrently. With more, pages time out, because they share the processors."""
 _NOWHERE = "http://127.0.0.1:9"
 """A proxy address where nothing listens."""
 _USELESS_FEATURES = (
@@ -75,10 +74,9 @@ class _Running:
 
 class Browser:
     """A shared Chromium that opens contexts. It starts with the first context, and is replaced if it has exited or
-    after 500 contexts. Pages can reach only the origins in `allowed`: all other connections go to a proxy address where
-    nothing listens. `executable`: path of the program. `allowed`: patterns such as `https://en.wikipedia.org`,
-    `*.example.org` or `localhost:8000`. A chain holds the semaphore `opening` from its call of `context` until its page
-    is open."""
+    after 500. Pages reach only the origins in `allowed`: all other connections go to a proxy address where nothing
+    listens. `executable`: path of the program. `allowed`: patterns such as `https://en.wikipedia.org`, `*.example.org`
+    or `localhost:8000`. A chain holds the semaphore `opening` from its call of `context` until its page is open."""
 
     def __init__(self, executable: str, allowed: Sequence[str]) -> None:
         self._executable = executable
@@ -99,7 +97,6 @@ class Browser:
             raise
 
     async def close(self) -> None:
-        """Close Chromium."""
         while self._work:
             await asyncio.wait(self._work)
         if self._running is not None:

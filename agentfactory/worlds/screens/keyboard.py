@@ -89,8 +89,7 @@ OPTIONS_AT = """([x, y]) => {
   found.focus();
   return [...found.options].slice(0, 50).map(option => option.label.slice(0, 100));
 }"""
-"""Focus the <select> at a point and return its first 50 entries; null if there is none. A screenshot cannot show its
-menu, which is a separate window."""
+"""Focus the <select> at a point; return its first 50 entries, which no screenshot shows. null if there is none."""
 CHOOSE = """(text) => {
   const menu = document.activeElement;
   if (!(menu instanceof HTMLSelectElement)) return null;

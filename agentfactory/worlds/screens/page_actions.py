@@ -40,7 +40,6 @@ _MOVED = (
     "Unable to capture screenshot",  # Chromium has no picture of a tab that is just being shown or closed
 )
 """Parts of playwright's errors when a page navigates or its tab closes during a call."""
-_PAUSE = 0.05
 
 
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
@@ -374,7 +373,7 @@ class BaseScreen(Environment):
                 except Error as error:
                     if not any(words in error.message for words in _MOVED):
                         raise
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(0.05)
                 self._check()
 
     @asynccontextmanager

@@ -15,9 +15,8 @@ class Corpus:
     """Passages in source order from a file of the kinds of `data.path`, or from a hub data set. A row has either
     `contents`, whose first line is the title, or `text` and optionally `title`. It may have `id` or `_id` (default: the
     row's index, from 0) and `url`. Iterating raises SettingError for an invalid row, with the file, the line and the
-    field. `path`: the file, a hub data set's name, or a folder that `datasets` can read. `subset`: the data set's
-    configuration name. `split`: the data set's split. Raises SettingError if the file does not exist, or has an
-    unsupported suffix."""
+    field. `path`: the file, a hub data set's name, or a folder that `datasets` can read. `subset`, `split`: the data
+    set's configuration name and split. Raises SettingError if the file does not exist, or its suffix is unsupported."""
 
     def __init__(self, path: str, subset: str | None = None, split: str = "train") -> None:
         self._path, self._subset, self._split = path, subset, split
@@ -53,7 +52,6 @@ class Corpus:
     def _data_set(self) -> Iterator[tuple[str, Any]]:
         if is_hub_name(self._path):
             check_names([HubName("corpus", self._path, "dataset")])
-        # takes seconds to import
         import datasets
 
         try:

@@ -19,13 +19,11 @@ from agentfactory.worlds.search.passage import Passage, encodable
 _MODEL, _RAW, _GRAPH = "model.json", "vectors.f16", "vectors.usearch"
 _CHUNK = 256
 """Passages that the model gets at once, and sorts by length; a killed build repeats at most this many."""
-_BATCH = 64
 _QUERY_CHARACTERS = 20_000
 _GRAPH_CHUNK = 10_000
 _FORMAT = 2
 _SAME = 0.1
-"""Maximum distance of two vectors of one text by one model, on different processors and in 16 bits. Different models
-are at about 1.4."""
+"""Maximum distance of two vectors of one text by one model, on other processors and in 16 bits; else about 1.4."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ def _chunks(passages: Iterator[Passage], size: int) -> Iterator[list[Passage]]:
 
 class DenseIndex:
     """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW). Raises
-    SettingError if the files are damaged, the model cannot be loaded or gives other vectors than those in the index, or
-    its packages are not installed."""
+    SettingError if files are damaged, packages are missing, or the model fails to load or gives other vectors."""
 
     def __init__(self, passages: LocalIndex) -> None:
         check_extra("dense")
@@ -219,7 +216,7 @@ class _Encoder:
             return self._encode(self._model.encode_query, encodable(text), self.spec.query_prefix)
 
     def _encode(self, encode: Callable[..., Any], texts: Any, prefix: str | None) -> Any:
-        return encode(texts, prompt=prefix, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+        return encode(texts, prompt=prefix, batch_size=64, normalize_embeddings=True, show_progress_bar=False)
 
 
 def _read(file: Path) -> Any:

@@ -50,10 +50,9 @@ class Spending:
 
 
 class Budget:
-    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs. `folder`: folder
-    of the counter file, `spending.sqlite`. Remove the file to reset the count. `name`: name of the engine. `calls`:
-    maximum number of calls; None: no limit. `cost`: maximum cost in dollars; None: no limit. `price`: dollars per
-    call."""
+    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs, in the file
+    `spending.sqlite` of `folder`. Remove the file to reset the count. `name`: name of the engine. `calls`: maximum
+    number of calls; None: no limit. `cost`: maximum cost in dollars; None: no limit. `price`: dollars per call."""
 
     def __init__(
         self, folder: Path, name: str, calls: int | None = None, cost: float | None = None, price: float = 0.0
@@ -73,7 +72,6 @@ class Budget:
             connection.execute("INSERT OR REPLACE INTO spending VALUES (?, ?, ?)", (self._name, calls, cost))
 
     def spent(self) -> Spending:
-        """Return the calls and the cost so far."""
         with self._database.reading() as connection:
             return self._read(connection)
 
@@ -123,10 +121,9 @@ class Results:
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of an online engine. `cache`: folder of the answer cache, shared by all chains, workers and steps; None:
-    no cache. `calls`: maximum number of requests, counted in `cache` over all processes and resumed runs; None: no
-    limit. `cost`: maximum cost in dollars, counted in the same way; None: no limit. `price`: dollars per request.
-    `calls_per_second`: rate limit of one process; None: the rate that the engine allows every customer.
-    `retry_seconds`: seconds for which a failing request is retried."""
+    no cache. `calls`, `cost`: maximum number of requests, and cost in dollars, counted in `cache` over all processes
+    and resumed runs; None: no limit. `price`: dollars per request. `calls_per_second`: rate limit of one process; None:
+    that which the engine allows every customer. `retry_seconds`: seconds for which a failing request is retried."""
 
     cache: Path | None = None
     calls: int | None = None

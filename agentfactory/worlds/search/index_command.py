@@ -22,7 +22,6 @@ _ACTIONS = {
     "build": "build an index from passages; the same command resumes an interrupted build",
     "serve": "serve an index with Search-R1's protocol: POST /retrieve",
 }
-_SAY_SECONDS = 10.0
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -145,6 +144,6 @@ class _Bar:
         figures = f"{done:,} passages, {speed:,.0f}/s"
         total = None if share is None else 1.0
         self._progress.update(self._task, description=done_what, figures=figures, total=total, completed=share or 0.0)
-        if not self._console.is_terminal and now - self._said > _SAY_SECONDS:
+        if not self._console.is_terminal and now - self._said > 10.0:
             self._said = now
             self._console.print(f"{done_what} {figures}" + ("" if share is None else f", {share:.0%} of the corpus"))

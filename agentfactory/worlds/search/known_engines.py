@@ -28,7 +28,7 @@ class Serper(Engine):
 
 
 class Tavily(Engine):
-    """Tavily's search, which returns text meant for language models, in a single page of results
+    """Tavily's search: text for language models, in one page
     (https://docs.tavily.com/api-reference/endpoint/search)."""
 
     name = "tavily"

@@ -21,8 +21,6 @@ from agentfactory.worlds.search.passage import Passage, encodable
 
 MANIFEST = "index.json"
 _FORMAT = 1
-_LOCK = "build.lock"
-"""File that a running build keeps locked."""
 _TERMS = "bm25"
 """Folder of tantivy's files within an index."""
 VECTORS = "dense"
@@ -31,7 +29,6 @@ _ANALYZER = "passages"
 _COMMIT_PASSAGES = 100_000
 """Passages between commits; a killed build repeats at most this many."""
 _HEAP_BYTES = 256 << 20
-_LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
 _COMMON_SHARE, _COMMON_PASSAGES = 0.4, 50_000
@@ -72,7 +69,8 @@ def build_index(
     """
     if folder.exists():
         raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
-    check_language(language)
+    if language is not None and language not in _LANGUAGES:
+        raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
     # reads the first passage before anything is created: an unreadable corpus leaves nothing behind
     passages = iter(passages)
     first = list(islice(passages, 1))
@@ -106,7 +104,7 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError("folder", f"{folder} cannot be made: {error}", "choose another folder") from error
-    lock = open_lock(folder / _LOCK)
+    lock = open_lock(folder / "build.lock")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -200,12 +198,6 @@ class LocalIndex:
         return Passage(stored["id"][0], bytes(stored["contents"][0]).decode(), score, url)
 
 
-def check_language(language: str | None) -> None:
-    """Raise SettingError if there is no stemmer for this language."""
-    if language is not None and language not in _LANGUAGES:
-        raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
-
-
 def _open_terms(folder: Path, language: str | None) -> tantivy.Index:
     index = tantivy.Index(_SCHEMA, str(folder / _TERMS))
     index.register_tokenizer(_ANALYZER, _analyzer(language))
@@ -226,7 +218,7 @@ _SCHEMA = _schema()
 
 
 def _analyzer(language: str | None) -> tantivy.TextAnalyzer:
-    filters = [tantivy.Filter.remove_long(_LONGEST_TOKEN), tantivy.Filter.lowercase(), tantivy.Filter.ascii_fold()]
+    filters = [tantivy.Filter.remove_long(64), tantivy.Filter.lowercase(), tantivy.Filter.ascii_fold()]
     if language is not None:
         filters.append(tantivy.Filter.stemmer(language))
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())

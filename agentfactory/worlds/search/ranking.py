@@ -33,9 +33,8 @@ class Index(Protocol):
 
 
 def open_index(folder: Path, ranking: str | None = None) -> Index:
-    """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
-    else bm25. Raises SettingError if there is no index, it lacks the vectors for this ranking, or the extra `search` is
-    missing."""
+    """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index has a dense model, else bm25.
+    Raises SettingError if there is no index, or no vectors for this ranking, or the extra `search` is missing."""
     if ranking not in (None, *Ranking):
         raise SettingError("ranking", f"got {ranking!r}", f"use one of {', '.join(Ranking)}")
     check_extra("search")

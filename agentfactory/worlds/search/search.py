@@ -49,7 +49,6 @@ class Search(Environment):
         self._page: Page | None = None
 
     async def reset(self, **task: Any) -> None:
-        """Forget the last chain's results."""
         self._found, self._page = [], None
 
     @tool
@@ -98,7 +97,6 @@ class Search(Environment):
         return self._source.gauges()
 
     async def close(self) -> None:
-        """Release the source."""
         await sources.release(self._source)
 
 

@@ -73,11 +73,9 @@ class RetrievalClient:
             ) from None
 
     async def open(self, id: str) -> str | None:
-        """Return None: the protocol cannot open documents."""
         return None
 
     async def close(self) -> None:
-        """Close the connections; the next request opens new ones."""
         if self._loop is not None:
             self._loop = None
             await self._session.close()
@@ -160,7 +158,6 @@ class IndexSource:
         return None
 
     async def close(self) -> None:
-        """Stop the threads after their current searches."""
         self._threads.shutdown(wait=False)
 
     def _search(self, query: str, count: int) -> list[Passage]:
@@ -203,7 +200,6 @@ class SharedSource:
         return await self.source.open(id)
 
     async def close(self) -> None:
-        """Cancel running searches and close the source."""
         searches = list(self._found.values())
         for search in searches:
             search.cancel()
@@ -222,8 +218,7 @@ _shared: Shared[SharedSource] = Shared()
 def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None = None) -> SharedSource:
     """Return the source of this name, opening it on first use; call `release` after use. `name`: the folder of an
     index, the address of a retrieval server, or one of ENGINES. `ranking`: see `open_index`. `engine`: options of an
-    online engine. Raises SettingError if the source does not exist, lacks this ranking, or is not an online engine but
-    `engine` is set."""
+    online engine. Raises SettingError if the source does not exist, or does not take `ranking` or `engine`."""
     key = (name, ranking, engine)
     return _shared.acquire(key, lambda: SharedSource(key, _open(name, ranking, engine)))
 

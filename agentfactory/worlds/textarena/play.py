@@ -1,5 +1,4 @@
-"""`Play`: textarena's side of a chain, in a process of its own (`game_processes`): its games draw from Python's global
-random generator."""
+"""`Play`: textarena's side of a chain, in its own process (`game_processes`), for its games use Python's generator."""
 
 import contextlib
 import copy

@@ -36,7 +36,6 @@ class TextArenaSource(TaskSource):
     """The task in words; the game's own rules follow it."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per seed, after beginning the first game once. See TaskSource."""
         row = self.model_dump(mode="json", include={"question", "game", "options", "opponent", "plays"})
         with TextArena.checks("textarena", "game", self.game) as process:
             names = process.call("names")

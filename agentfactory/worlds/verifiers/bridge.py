@@ -18,8 +18,6 @@ from typing import Any
 
 VERSION = "0.4"
 _LONGEST_LINE = 1 << 28
-_INFRASTRUCTURE = ("SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
-"""Errors of verifiers for which neither the model nor the environment's code is to blame."""
 
 
 class Refused(Exception):
@@ -27,7 +25,6 @@ class Refused(Exception):
 
 
 def main() -> None:
-    """Run the process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # environments that print would mix their output with the answers
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
@@ -251,7 +248,9 @@ class Player:
             error = next((trace.last_error for trace in failed if trace.last_error), episode.last_error)
             stopped = next((trace.stop_condition for trace in failed), "") or "it gives no reason"
             told = f"{error.type}: {error.message}" if error is not None else f"it stopped: {stopped}"
-            return {"failed": told, "infrastructure": error is not None and error.type in _INFRASTRUCTURE}
+            # neither the model nor the environment's code is to blame for these
+            blameless = ("SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
+            return {"failed": told, "infrastructure": error is not None and error.type in blameless}
         if len(traces) != 1:
             return {
                 "failed": f"its episode has {len(traces)} runs of {self._seat}; a chain is one",

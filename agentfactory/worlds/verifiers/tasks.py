@@ -90,7 +90,6 @@ class VerifiersSource(TaskSource):
     """Number of tasks. Null: all."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per task, after loading the environment once. See TaskSource."""
         # not one of `paths`: these follow links, as which virtual environments have their Python
         python = shutil.which(os.path.expanduser(self.python))
         if python is None or not os.path.isabs(python):

@@ -1,2 +1,1 @@
-"""WebShop (Yao et al., 2022, arXiv:2207.01206), reimplemented from its published rules: search, pages, goals and
-reward."""
+"""WebShop (Yao et al., 2022, arXiv:2207.01206), reimplemented from its published rules."""

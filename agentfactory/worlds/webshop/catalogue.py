@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SEED = 5
 _BRANDS = 8
 """Brands per kind. The pair of brand and attribute in a title is unique within a kind."""
 _PER_KIND = 60
@@ -121,8 +120,10 @@ _KINDS = [_kind(*three) for three in zip(*[iter(_TABLE.strip().splitlines())] * 
 
 def write_catalogue(folder: Path) -> None:
     """Write items_shuffle.json, items_ins_v2.json and items_human_ins.json into `folder`, which must not exist."""
-    rng = random.Random(_SEED)
-    brands = _brands(rng)
+    rng = random.Random(5)
+    names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
+    rng.shuffle(names)
+    brands = iter(names)
     drafts = [draft for kind in _KINDS for draft in _drafts(kind, itertools.islice(brands, _BRANDS), rng)]
     rng.shuffle(drafts)
     items, attributes, instructions = [], {}, {}
@@ -138,12 +139,6 @@ def write_catalogue(folder: Path) -> None:
     for name, content in written.items():
         (unfinished / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     os.rename(unfinished, folder)
-
-
-def _brands(rng: random.Random) -> Iterator[str]:
-    names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
-    rng.shuffle(names)
-    return iter(names)
 
 
 def _drafts(kind: _Kind, brands: Iterator[str], rng: random.Random) -> list[dict[str, Any]]:
@@ -195,16 +190,11 @@ def _draft(kind: _Kind, brand: str, attribute: str, rng: random.Random) -> dict[
 def _instruction(kind: _Kind, attributes: list[str], options: dict[str, str], rng: random.Random) -> dict[str, Any]:
     words = " ".join([*attributes, kind.noun])
     chosen = ", ".join(f"{name} {value}" for name, value in options.items())
+    article = "" if kind.noun in _UNCOUNTED else "an " if words[0] in "aeio" else "a "
     return {
-        "instruction": f"{rng.choice(_OPENINGS)} {_article(kind.noun, words)}{words}, {chosen}.",
+        "instruction": f"{rng.choice(_OPENINGS)} {article}{words}, {chosen}.",
         "attributes": attributes,
         "options": [f"{name}: {value}" for name, value in options.items()],
         "instruction_attributes": attributes,
         "instruction_options": list(options.values()),
     }
-
-
-def _article(noun: str, words: str) -> str:
-    if noun in _UNCOUNTED:
-        return ""
-    return "an " if words[0] in "aeio" else "a "

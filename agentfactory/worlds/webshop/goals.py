@@ -13,12 +13,9 @@ from agentfactory.worlds.webshop.products import Instruction, Listing, Product
 NO_BOUND = 1_000_000.0
 """The bound of a goal whose product is too expensive for a real one."""
 _BOUNDS = [10.0 * number for number in range(1, 100)]
-_SHUFFLE_SEED = 233
 
 
 class GoalKind(StrEnum):
-    """The source of the goals."""
-
     HUMAN = "human"
     """Human-written instructions: items_human_ins.json."""
     SYNTHETIC = "synthetic"
@@ -108,5 +105,5 @@ def _goal(
 def shuffled(count: int) -> list[int]:
     """Return the published numbering of `count` goals: goal n was created as number `shuffled(count)[n]`."""
     order = list(range(count))
-    random.Random(_SHUFFLE_SEED).shuffle(order)
+    random.Random(233).shuffle(order)
     return order

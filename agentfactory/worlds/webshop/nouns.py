@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-_MODELS = ("en_core_web_sm", "en_core_web_lg", "en_core_web_md")
 _TITLES = 100_000
 """Titles whose nouns are cached, about 200 bytes each."""
 
@@ -30,10 +29,10 @@ class NounTagger:
 @cache
 def load_tagger() -> NounTagger:
     """Return spaCy's tagger if spaCy and one of its English models are installed, else the small one."""
-    for model in _MODELS:
+    for model in ("en_core_web_sm", "en_core_web_lg", "en_core_web_md"):
         if importlib.util.find_spec("spacy") is not None and importlib.util.find_spec(model) is not None:
             return _spacy_tagger(model)
-    return small_tagger()
+    return NounTagger("agentfactory 1", _words_but_others)
 
 
 def _spacy_tagger(model: str) -> NounTagger:
@@ -45,11 +44,6 @@ def _spacy_tagger(model: str) -> NounTagger:
         return [token.text.lower() for token in parse(title) if token.pos_ in ("NOUN", "PROPN")]
 
     return NounTagger(f"spacy {spacy.__version__}, {model} {parse.meta['version']}", find)
-
-
-def small_tagger() -> NounTagger:
-    """Return the tagger that needs no package."""
-    return NounTagger("agentfactory 1", _words_but_others)
 
 
 def _words_but_others(title: str) -> list[str]:

@@ -16,7 +16,6 @@ NO_ATTRIBUTES = ["DUMMY_ATTR"]
 """The attributes of a product that the attributes file does not list."""
 NO_PRICE = 100.0
 """Dollars, for a product without a price."""
-_LONGEST_ASIN = 10
 
 T = TypeVar("T")
 
@@ -42,12 +41,10 @@ class Product(msgspec.Struct, frozen=True):
 
     @property
     def price_tag(self) -> str:
-        """The price in the form shown on pages."""
         return " to ".join(f"${price}" for price in self.prices)
 
     @property
     def index_text(self) -> str:
-        """The text indexed for search: title, description, first bullet point and options."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
@@ -107,15 +104,14 @@ def read_products(
 ) -> Iterator[Product]:
     """Stream the products of an items file in order; memory does not grow with the file. A product is skipped if its
     asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin to its attributes, or to
-    None. `limit` counts the file's products, including skipped ones. Raises SettingError with the number of a product
-    that cannot be read."""
+    None. `limit` counts skipped products, too. Raises SettingError with the number of a product that cannot be read."""
     seen: set[str] = set()
     for number, item in enumerate(read_items(path)):
         if number == limit:
             return
         try:
             asin = item["asin"]
-            if asin != "nan" and len(asin) <= _LONGEST_ASIN and asin not in seen:
+            if asin != "nan" and len(asin) <= 10 and asin not in seen:
                 seen.add(asin)
                 attributes = attributes_of(asin)
                 yield product_of(item, NO_ATTRIBUTES if attributes is None else attributes)

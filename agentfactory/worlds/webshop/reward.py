@@ -32,7 +32,6 @@ def base_colour(option: str | tuple[str, str]) -> str | None:
     return next((colour for colour in _BASE_COLOURS if colour in option), None)
 
 
-_FUZZY = 85
 _LATIN_1 = {code: None for code in range(128, 256)}
 
 
@@ -100,7 +99,7 @@ def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str
 
 def alike(one: str, other: str) -> bool:
     """Return whether two texts have nearly the same words in any order: thefuzz's token_set_ratio above 85."""
-    return round(token_set_ratio(_processed(one), _processed(other))) > _FUZZY
+    return round(token_set_ratio(_processed(one), _processed(other))) > 85
 
 
 def _processed(text: str) -> str:

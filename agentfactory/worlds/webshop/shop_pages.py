@@ -12,13 +12,9 @@ from agentfactory.worlds.webshop.shop import Shop
 RESULTS_PER_PAGE = 10
 SEPARATOR = " [SEP] "
 _BACK_TO_SEARCH, _PREVIOUS, _NEXT, _BUY_NOW = "Back to Search", "< Prev", "Next >", "Buy Now"
-_NO_RATING = "Rating: N.A."
-"""A constant, because the published files contain no ratings or reviews."""
 
 
 class Page(StrEnum):
-    """The kind of page that a shopper is on."""
-
     SEARCH = "search"
     RESULTS = "results"
     ITEM = "item"
@@ -125,7 +121,8 @@ def _texts(visit: Visit, shop: Shop, layout: Layout) -> list[str]:
         case Page.ITEM:
             options = [text for name, values in product.options.items() for text in (name, *values)]
             price = f"Price: {product.price_tag}"
-            return [*back, *options, product.title, price, _NO_RATING, *_parts(layout), _BUY_NOW]
+            # the published files contain no ratings or reviews
+            return [*back, *options, product.title, price, "Rating: N.A.", *_parts(layout), _BUY_NOW]
         case Page.DESCRIPTION:
             return [*back, product.description]
         case Page.FEATURES:

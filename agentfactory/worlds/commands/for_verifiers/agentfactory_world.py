@@ -52,8 +52,6 @@ class WorldTaskset(vf.Taskset[WorldTask, WorldConfig]):
 
 
 class World:
-    """An episode on the server."""
-
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
@@ -79,14 +77,12 @@ class World:
         return found["data"]
 
     async def begin(self, index: int) -> list[dict[str, Any]]:
-        """Begin an episode; return its messages."""
         observation = (await self._ask("reset", {"index": index}))["observation"]
         if messages := observation["messages"]:
             return messages
         return [{"role": "user", "content": observation["opening"] or "Begin."}]
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Return the tools for the model."""
         found = (await self._ask("step", {"type": "list_tools"}))["observation"]["tools"]
         functions = [
             {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
