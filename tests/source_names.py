@@ -2,10 +2,25 @@
 
 import ast
 import copy
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+def unpacked_wheel(requirement: str, folder: Path) -> Path:
+    """Download the wheel of a requirement; return the folder with its sources and its metadata."""
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", requirement]
+    subprocess.run([*download, "--dest", str(folder)], check=True)
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(
+            folder / "wheel", [name for name in archive.namelist() if name.endswith((".py", "METADATA"))]
+        )
+    return folder / "wheel"
 
 
 @cache

@@ -37,6 +37,7 @@ def store(tables: dict[str, Table]) -> None:
     first, *others = tables.values()
     equal = {p: {k: v for k, v in rows.items() if all(t[p][k] == v for t in others)} for p, rows in first.items()}
     own = {v: {p: {k: r for k, r in t[p].items() if k not in equal[p]} for p in t} for v, t in tables.items()}
+    own = {version: {part: rows for part, rows in table.items() if rows} for version, table in own.items()}
     TABLE.write_text(f"{json.dumps({**own, COMMON: equal}, indent=1, sort_keys=True)}\n", encoding="utf-8")
 
 

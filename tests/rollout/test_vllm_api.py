@@ -5,9 +5,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,32 +12,43 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
+from agentfactory.placement import server_memory
 from agentfactory.placement.plan_choice import VLLM_SHARE
 from agentfactory.recipe.train_checks import ADAPTED_TOWER
+from agentfactory.rollout.chains import chat_endpoint
 from agentfactory.rollout.chains.sampling import Sampler
-from agentfactory.rollout.inference import http_server, server_metrics
+from agentfactory.rollout.inference import http_server, http_transport, server_metrics
 from agentfactory.rollout.inference import server_command_line as serving
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.teacher_client import TeacherClient, TeacherServer
 from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS
 from agentfactory.trainers.checkpoints.checkpoint_folder import digest
-from agentfactory.trainers.sync import adapter_sync, canary, content_proof, full_sync, ipc_sync, nccl_sync
+from agentfactory.trainers.sync import adapter_sync, canary, content_proof, full_sync, ipc_sync, nccl_sync, weight_sync
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.weight_sync import SyncReport
 from tests.conftest import REPOSITORY
-from tests.source_names import description, parsed
+from tests.source_names import description, parsed, unpacked_wheel
 from tests.vllm_api import Table, load_tables, read_table
 
 TABLES = load_tables()
 each_version = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 CODE = [file for name in ("agentfactory", "benchmarks", "tests/vllm") for file in (REPOSITORY / name).rglob("*.py")]
 """What may import vLLM."""
-OURS = REPOSITORY / "agentfactory"
+VLLM = REPOSITORY / "agentfactory" / "rollout" / "inference" / "vllm"
 ENGINE = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
 OWN = {"VLLM_PYTHON", "VLLM_SHARE", "VLLM_CPU_CACHE"}
 """Names of ours."""
 URL = "http://127.0.0.1:9"
+EXPECTED = {
+    "LogprobsMode": "Literal['raw_logits', 'raw_logprobs', 'processed_logits', 'processed_logprobs']",
+    **{"SchedulerPolicy": "Literal['fcfs', 'priority']", "PauseMode": "Literal['abort', 'wait', 'keep']"},
+    "PyNcclCommunicator.broadcast": "(self, tensor, src, stream=...)",
+    "PyNcclCommunicator.destroy": "(self)",
+    "CPUUnquantizedExperts.process_weights_after_loading": "(self, layer)",
+    "Worker.update_weights": "(self, update_info)",
+}
+"""Choices that we name, and signatures of what we call through objects."""
 
 
 def uses() -> dict[str, list[ast.Call]]:
@@ -76,25 +84,23 @@ def test_all_that_our_code_imports_and_calls_is_there(table: Table) -> None:
 
 @each_version
 def test_our_engine_for_files_is_one_of_vllms(table: Table) -> None:
-    plugin = parsed(OURS / "rollout" / "inference" / "vllm" / "vllm_plugin.py")
+    plugin = parsed(VLLM / "vllm_plugin.py")
     [engine] = [e for e in plugin.body if isinstance(e, ast.ClassDef) and e.name == "FileWeightTransferEngine"]
     methods = {node.name: description(node) for node in engine.body if isinstance(node, ast.FunctionDef)}
     assert {*table["names"][ENGINE].split()[1:]} <= methods.keys()
     own = {*re.findall(r"\bself\.(\w+)|^    (\w+) = ", ast.unparse(engine), re.M)}
     seen = {name: table["names"][f"{ENGINE}.{name}"] for name in {*methods, *(a or b for a, b in own)}}
     assert {name: seen[name] for name in methods} == methods
+    [own_digests] = [e for e in plugin.body if isinstance(e, ast.FunctionDef) and e.name == "used_weights_digests"]
+    assert table["names"]["vllm.v1.worker.gpu_worker:compute_tensor_digests"] == description(own_digests)
 
 
 @each_version
 def test_flags_variables_metrics_and_values(table: Table) -> None:
-    files = (
-        "rollout/inference/vllm/vllm_server.py",
-        "rollout/inference/http_transport.py",
-        "placement/server_memory.py",
-    )
-    text = "".join((OURS / name).read_text(encoding="utf-8") for name in (*files, "rollout/chains/chat_endpoint.py"))
-    text += "".join(map(inspect.getsource, (serving.vllm_arguments, serving._image_flags, serving.server_command)))
-    text += f"{inspect.getsource(TeacherClient._remedy)} {ADAPTED_TOWER} {server_metrics.LOAD_FIX}"
+    vllm_server = (VLLM / "vllm_server.py").read_text(encoding="utf-8")
+    parts = (serving.vllm_arguments, serving._image_flags, serving.server_command, TeacherClient._remedy)
+    sources = map(inspect.getsource, (*parts, http_transport, chat_endpoint, server_memory))
+    text = " ".join((vllm_server, *sources, ADAPTED_TOWER, server_metrics.LOAD_FIX))
     flags = {flag.replace("--no-", "--") for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
     others = {"--api-key-env", TABLE_ADAPTERS, "--adapter", "--jinja", "--url", "--model", "--enable-metrics"}
     assert flags - others == table["flags"].keys()
@@ -105,11 +111,13 @@ def test_flags_variables_metrics_and_values(table: Table) -> None:
     names = {name.rpartition(":")[2]: found for name, found in table["names"].items()}
     assert names["MaxLoRARanks"] == f"Literal{[*serving.LORA_RANKS]}"
     assert f"default={VLLM_SHARE}," in names["CacheConfig.gpu_memory_utilization"]
-    for kind, value in (("LogprobsMode", "processed_logprobs"), ("SchedulerPolicy", "priority"), ("PauseMode", "keep")):
-        assert f"'{value}'" in names[kind]
-    assert f"{names['DEFAULT_PLUGINS_GROUP']}: ".replace("'", '"') in (REPOSITORY / "setup.py").read_text(
-        encoding="utf-8"
-    )
+    assert {name: names[name] for name in EXPECTED} == EXPECTED
+    setup = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    assert f"{names['DEFAULT_PLUGINS_GROUP']}: ".replace("'", '"') in setup
+    [bound] = re.findall(r'"vllm": \["vllm(.*)"\]', setup)
+    versions = " or ".join(version.removesuffix(".0") for version in TABLES)
+    assert f"vLLM {versions} (`{bound}`)" in (REPOSITORY / "docs" / "servers.md").read_text(encoding="utf-8")
+    assert [*SpecifierSet(bound).filter(f"0.{minor}" for minor in range(99))] == versions.split(" or ")
 
 
 @each_version
@@ -181,6 +189,9 @@ def test_requests_and_answers_of_the_trainer(table: Table, tmp_path: Path) -> No
     content: Any = SimpleNamespace(state={"model.visual.a": 0}, prove=lambda *_: "digest")
     assert full_sync.update_full_weights([server], "v1", content, lambda: None) == "digest"
     assert not full_sync.holds_full_weights(server, "v1", content)
+    server.post("/collective_rpc", {"method": "break_replica", "args": []})  # tests/vllm/vllm_replicas.py
+    server.check("WeightTransferConfig", {"backend"})  # server_command_line.py
+    assert {"id", "root", "parent", "max_model_len", "owned_by"} <= server.fields("ModelCard").keys()
     assert content_proof.served_checksums(server) == {"a": "b"}
     server.sleep()
     for part in ("weights", "kv_cache"):
@@ -201,7 +212,7 @@ def test_requests_and_answers_of_the_trainer(table: Table, tmp_path: Path) -> No
     sync.close()
     assert [*server.cards] == ["policy"]
     row = canary.CanaryRow([1, 2], [3, 4], (9,), (SimpleNamespace(digest="i"),), (1,))  # type: ignore[arg-type]
-    report = SyncReport(1, "v1", "policy", 1, 1.0, "digest")
+    report = weight_sync.SyncReport(1, "v1", "policy", 1, 1.0, "digest")
     assert canary.server_scores(server, [row], report, fresh=True).tolist() == [-3.0, -4.0]
 
 
@@ -238,9 +249,5 @@ def test_the_table_is_the_wheels(tmp_path: Path, version: str) -> None:
     """Downloads 340 MB, or reads the unpacked wheel in the folder AGENTFACTORY_VLLM_SOURCES/VERSION."""
     wheel = Path(os.environ.get("AGENTFACTORY_VLLM_SOURCES", tmp_path)) / version
     if not wheel.is_dir():
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", f"vllm=={version}"]
-        subprocess.run([*download, "--dest", str(tmp_path)], check=True)
-        [archive] = tmp_path.glob("*.whl")
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(wheel, [name for name in packed.namelist() if name.endswith((".py", "METADATA"))])
+        wheel = unpacked_wheel(f"vllm=={version}", tmp_path)
     assert read_table(wheel) == (version, TABLES[version])

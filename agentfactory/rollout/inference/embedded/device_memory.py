@@ -1,7 +1,7 @@
 """Device memory: eviction of tensors to the host and back, and buffers that the sender of weights shares with this
 process.
 
-A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
+A handle is pickled and base64-encoded, as in vLLM's `ipc` backend: {UUID of a GPU: result of
 `torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}, or {"cpu": (name, bytes)} for a block of
 `multiprocessing.shared_memory`."""
 
