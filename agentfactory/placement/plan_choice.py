@@ -140,7 +140,7 @@ def _cache_note(plan: Plan, recipe: Recipe) -> str:
 
 
 VLLM_SHARE = 0.92
-"""Share of a GPU that vLLM 0.32 takes if gpu_memory_utilization is not set."""
+"""Share of a GPU that vLLM 0.32 and 0.33 take if gpu_memory_utilization is not set."""
 
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]

@@ -22,7 +22,7 @@ from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 
 STEP_TOKENS = {160 * 2**30: 16384, 70 * 2**30: 8192, 0: 2048}
-"""Least bytes of a device: prompt tokens that vLLM 0.32 computes at a time (EngineArgs.get_batch_defaults)."""
+"""Least bytes of a device: prompt tokens that vLLM computes at a time (EngineArgs.get_batch_defaults)."""
 SCORES = 3
 """embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
 EMBEDDED_SAMPLER_COPIES = 5

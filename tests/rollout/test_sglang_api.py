@@ -7,8 +7,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from agentfactory.rollout.inference.sglang.translation import WeightUpdates, to_sglang
 from tests.rollout.test_sglang import HASHES, Recorded, turn
 from tests.sglang_api import TABLE, load_table, read_api
+from tests.source_names import unpacked_wheel
 
 SGLANG_PYTHON = os.environ.get("AGENTFACTORY_SGLANG_PYTHON")
 VERSION = load_table()["version"]
@@ -29,12 +28,7 @@ def test_the_documented_version_is_that_of_the_table() -> None:
 @pytest.mark.long
 def test_the_table_is_the_wheels(tmp_path: Path) -> None:
     """Downloads 39 MB. After a change: `python -m tests.sglang_api FOLDER` with the unpacked wheel."""
-    download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", f"sglang=={VERSION}"]
-    subprocess.run([*download, "--dest", str(tmp_path)], check=True)
-    [wheel] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "wheel")
-    assert read_api(tmp_path / "wheel") == load_table(), f"{TABLE} is of another version"
+    assert read_api(unpacked_wheel(f"sglang=={VERSION}", tmp_path)) == load_table(), f"{TABLE} is of another version"
 
 
 async def requests() -> list[tuple[str, Any]]:

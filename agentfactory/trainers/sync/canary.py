@@ -150,7 +150,7 @@ def server_scores(
     entries by a salt, and leaves them to become ever more stale for the requests that read them. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
-        # vLLM puts the sampled token before the candidates and truncates the list, so one candidate is requested twice
+        # vLLM 0.32 truncates the list with the sampled token before the candidates, so one candidate is requested twice
         asked = [*row.candidates, row.candidates[0]]
         params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
         body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}

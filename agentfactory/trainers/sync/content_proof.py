@@ -1,5 +1,5 @@
 """Proof that a server's weights equal the trainer's byte for byte. A server may have other names, stacks and slices:
-see `layouts`, which knows those of vLLM 0.32 by names and shapes, and reads no weight."""
+see `layouts`, which knows those of vLLM 0.32 and 0.33 by names and shapes, and reads no weight."""
 
 import hashlib
 import logging

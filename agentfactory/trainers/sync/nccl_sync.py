@@ -1,6 +1,6 @@
 """Sync by NCCL broadcast: full weights from the trainer's GPU to servers on other GPUs.
 
-Untested over NCCL: tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32
+Untested over NCCL: tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32 and 0.33
 (vllm/distributed/weight_transfer/nccl_engine.py)."""
 
 import os

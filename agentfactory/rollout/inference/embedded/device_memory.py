@@ -1,6 +1,6 @@
 """Device memory: eviction of tensors to the host and back, and buffers shared by the sender of weights.
 
-A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: torch's `reduce_tensor` of a
+A handle is pickled and base64-encoded, as in vLLM's `ipc` backend: {UUID of a GPU: torch's `reduce_tensor` of a
 buffer of bytes}, or {"cpu": (name, bytes)} for a `SharedMemory`."""
 
 import base64
