@@ -113,7 +113,7 @@ def _open_folder(
             if asked is not None:
                 rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
         stack.callback(folder.note_stopped)
-    return of_rank_0(accelerator, checkpoint)
+    return of_rank_0(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Run:
         data = None if recipe.train.from_trajectories else recipe.data
         tasks = load_tasks(data, tell=True) if is_main and data is not None else None
         # conversations in data files bring their own tools
-        in_data = of_rank_0(self.accelerator, any(task.get("tools") for task in tasks or []))
+        in_data = of_rank_0(any(task.get("tools") for task in tasks or []))
         renderer = self._load_renderer(in_data)
         checkpoints = self._checkpoints(renderer.tokenizer)
         checkpoints.note_renderer(renderer.template.source, renderer.info)

@@ -111,11 +111,18 @@ def test_columns_of_media_that_are_not_read(tmp_path: Path, column: str, value: 
 def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    rows = [{"question": "a", "info": {"a": 1}}, {"question": "b", "info": {"a": "x"}}]
-    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "t.parquet")
+    rows = [
+        {"question": "a", "info": {"a": 0.3}, "parts": [{"b": 0.7}, "c", None], "place": {"x": 1.5}},
+        {"question": "b", "info": {"a": "x"}, "parts": None, "place": {"x": 0.3}},
+    ]
+    whole = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert whole.to_list() != rows, "datasets itself now reads 0.3 exactly: use it"
+    whole.to_parquet(tmp_path / "t.parquet")
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     assert load_tasks(DataConfig(path=str(tmp_path / "t.parquet"))) == rows
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: whole)
+    assert load_tasks(DataConfig(path="someone/something")) == rows
 
 
 def test_order_takes_every_task_once_an_epoch_and_depends_on_seed_and_position_alone() -> None:

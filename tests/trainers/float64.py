@@ -27,7 +27,7 @@ def in_float64(module: ModuleT) -> ModuleT:
 @contextmanager
 def never_through_float32() -> Iterator[None]:
     """Disable conversions of float64 to float32 and back in transformers' layers, so that nothing is rounded."""
-    to, to_float = torch.Tensor.to, torch.Tensor.float
+    to, to_float, matmul = torch.Tensor.to, torch.Tensor.float, torch.Tensor.__matmul__
 
     def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 and args[:1] == (torch.float32,) else to(tensor, *args, **kwargs)
@@ -35,7 +35,13 @@ def never_through_float32() -> Iterator[None]:
     def kept_float(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 else to_float(tensor)
 
-    with patch.object(torch.Tensor, "to", kept), patch.object(torch.Tensor, "float", kept_float):
+    def promoted(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        # transformers 5.18 multiplies frequencies and positions as matrices, whose dtypes must be equal
+        dtype = torch.promote_types(one.dtype, two.dtype)
+        return matmul(to(one, dtype), to(two, dtype))
+
+    patched = {"to": kept, "float": kept_float, "__matmul__": promoted}
+    with patch.multiple(torch.Tensor, **patched):
         yield
 
 

@@ -15,11 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from agentfactory.base.errors import SettingError
 from agentfactory.commands.export_command import export
 from agentfactory.launching.merging import merge_adapter
+from agentfactory.rollout.config import LoraConfig as RecipeLora
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.lora import add_adapter, add_reference_adapter, tables_of
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.teachers.teacher import make_reference
+from tests.placement.shapes import sizes
 from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
 from tests.trainers.scored import IDS, INPUTS, disturb, fill_adapters, score, scores_of
@@ -27,6 +30,21 @@ from tests.trainers.scored import IDS, INPUTS, disturb, fill_adapters, score, sc
 pytestmark = pytest.mark.numbers
 
 KL: dict[str, Any] = {"kl": {"coefficient": 0.1}}
+
+
+def test_a_reference_is_frozen_and_all_adapters_are_in_float32() -> None:
+    """With its rows, too: peft 0.21.2 would train those of any adapter that it casts."""
+    network = Qwen3ForCausalLM(Qwen3Config(**sizes(16, 32, 1, 2, 1, 64))).bfloat16()
+    tokens = tables_of(network, [3, 5])
+    model = add_adapter(network, RecipeLora(rank=2), "all-linear", 0, tokens)
+    add_reference_adapter(model)
+    adapters = {
+        name: weight for name, weight in model.named_parameters() if {"default", "reference"} & {*name.split(".")}
+    }
+    assert {weight.dtype for weight in adapters.values()} == {torch.float32}
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {name for name in adapters if "reference" not in name}
+    assert sum("trainable_tokens_delta.reference" in name for name in adapters) == len(tokens)
 
 
 @pytest.fixture

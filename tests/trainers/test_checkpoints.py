@@ -243,7 +243,7 @@ def test_it_counts_once_it_is_durable(
         checkpoints.save(learner)
         checkpoints.train_state.finish(3, ["c"], seconds=1.0)
         log.write_text("one\ntwo\n")
-        checkpoints.poll(on_cpu())
+        checkpoints.poll()
         assert (checkpoints.saved_step, checkpoints.path, checkpoints.take_groups()) == (2, None, [])
         gate.set()
         checkpoints.wait()
@@ -292,7 +292,7 @@ def test_an_error_of_the_writing_ends_the_run(
     checkpoints.train_state.finish(1, ["a"], seconds=1.0)
     checkpoints.save(Learner(recipe, on_cpu()))
 
-    polled = (checkpoints.poll(on_cpu()) for _ in itertools.count())
+    polled = (checkpoints.poll() for _ in itertools.count())
     with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
         deque(polled, maxlen=0)
     assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])

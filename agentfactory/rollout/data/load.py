@@ -27,7 +27,7 @@ from agentfactory.rollout.data.conversations import (
     is_messages,
     specs_of,
 )
-from agentfactory.rollout.data.files import RowFile, is_columnar, is_data_file, unreadable
+from agentfactory.rollout.data.files import RowFile, is_columnar, is_data_file, rows_of, unreadable
 from agentfactory.rollout.data.notices import tell_findings
 from agentfactory.rollout.images.parts import clean_row
 
@@ -132,7 +132,8 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
     import datasets
 
     try:
-        return datasets.load_dataset(config.path, config.subset, split=config.split).to_list(), True
+        found = datasets.load_dataset(config.path, config.subset, split=config.split)
+        return rows_of(found.with_format("arrow")[:]), True
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         problem = f"{config.path} is not a file, and cannot be read as a hub dataset: {error}"
         fix = "correct the name, data.subset or data.split, or name a file"

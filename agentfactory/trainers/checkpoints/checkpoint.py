@@ -297,9 +297,9 @@ class Checkpoints:
         self._tokenizer.chat_template = chat_template
         self._info["renderer"] = renderer
 
-    def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
+    def token_needs(self) -> TokenNeeds | None:
         """Return, in all ranks, the tokens that rank 0's renderer needs; None if unknown. Every process calls it."""
-        found = of_rank_0(accelerator, FormatTokens.of_info(self._info.get("renderer", {})))
+        found = of_rank_0(FormatTokens.of_info(self._info.get("renderer", {})))
         return None if found is None else TokenNeeds(found, self._tokenizer)
 
     def due(self, step: int) -> bool:
@@ -314,7 +314,7 @@ class Checkpoints:
             value = checkpoint_folder.figure(state.after, next(names, ""))
             if value is not None and (state.best is None or value > state.best):
                 state.best, is_best = value, True
-        return of_rank_0(accelerator, is_best)
+        return of_rank_0(is_best)
 
     def restore(self, learner: Learner) -> None:
         """Restore `learner` from the resumed checkpoint; every process calls it. Does nothing in a new run."""
@@ -345,10 +345,10 @@ class Checkpoints:
                 fix = f"name one of {', '.join(sorted(known))}"
                 raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)
 
-    def poll(self, accelerator: Accelerator) -> None:
+    def poll(self) -> None:
         """Check, without waiting, whether the checkpoint is durable; raise as `wait` does. Every process calls it."""
         # all processes note it, or raise its error, at the same step
-        if self._writer.is_writing and of_rank_0(accelerator, self._writer.is_done):
+        if self._writer.is_writing and of_rank_0(self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:

@@ -152,7 +152,7 @@ def train_rl(
     weights. Version 0 is the initial weights; step k ends with version k. Every process calls it. `checkpoints`
     contains the state to continue from. `images` is the folder of the chains' images."""
     with services.turns.training():
-        needs = checkpoints.token_needs(accelerator)
+        needs = checkpoints.token_needs()
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
         if services.canary is not None:
             services.canary.watch(learner.policy.trained_tokens)
@@ -212,7 +212,7 @@ class _Loop:
         groups = self.collect()
         if self.stop.agreed(self.accelerator):
             return False
-        self.checkpoints.poll(self.accelerator)
+        self.checkpoints.poll()
         self.acknowledge()
         waited = time.perf_counter() - started
         # groups in saved files have the versions of another run

@@ -89,7 +89,7 @@ def train_sft(
     Every process calls it; only rank 0's `rows` and `log` are used. The rest is as in `train_rl`."""
     train, train_state, stop = recipe.train, checkpoints.train_state, stop or Stop()
     main = accelerator.is_main_process
-    learner = Learner(recipe, accelerator, images=images, needs=checkpoints.token_needs(accelerator))
+    learner = Learner(recipe, accelerator, images=images, needs=checkpoints.token_needs())
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
     if main:
@@ -99,7 +99,7 @@ def train_sft(
         for step in range(train_state.step + 1, train.steps + 1):
             if stop.agreed(accelerator):
                 break
-            checkpoints.poll(accelerator)
+            checkpoints.poll()
             started = time.perf_counter()
             batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
             learning_rate = learner.learning_rate

@@ -55,7 +55,7 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, self._hear)
         if accelerator.num_processes > 1:
-            first = of_rank_0(accelerator, (os.getpid(), psutil.Process().create_time()))
+            first = of_rank_0((os.getpid(), psutil.Process().create_time()))
             if not accelerator.is_main_process:
                 self._follows = parent_watch.follow(*first)
 
@@ -80,7 +80,7 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         self._stepping = True
-        self.agreed_on = of_rank_0(accelerator, self.heard or self.asked)
+        self.agreed_on = of_rank_0(self.heard or self.asked)
         return self.agreed_on is not None
 
     def end(self, accelerator: Accelerator) -> None:

@@ -103,10 +103,7 @@ def make_actor_critic(
         torch.manual_seed(recipe.seed)
         policy.model.add_adapter(CRITIC_ADAPTER, copy.deepcopy(policy.model.peft_config[POLICY_ADAPTER]))
         copy_rows(policy.network, POLICY_ADAPTER, CRITIC_ADAPTER)
-        for name, parameter in policy.named_parameters():
-            if role_of(name) == Role.CRITIC:
-                parameter.data = parameter.data.float()
-                parameter.requires_grad_(True)
+        policy.model.set_requires_grad(CRITIC_ADAPTER)
         if recipe.model.lora is not None and recipe.model.lora.from_ is not None:
             # like a critic of its own network, it begins with the policy's features
             copy_adapter(policy.model, POLICY_ADAPTER, CRITIC_ADAPTER)

@@ -54,7 +54,7 @@ def add_adapter(
     tokens: Mapping[str, list[int]] | None = None,
 ) -> "PeftModel":
     """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables (see
-    `tables_of`). Its weights are float32 and determined by `seed`; the base is frozen."""
+    `tables_of`). Its weights are in float32 at least, and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -70,21 +70,14 @@ def add_adapter(
         trainable_token_indices=dict(tokens) if tokens else None,
     )
     torch.manual_seed(seed)
-    model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return model
+    return get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
 
 
 def add_reference_adapter(model: "PeftModel") -> None:
     """Add a frozen adapter of the policy's shape: see `load_adapter`."""
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[POLICY_ADAPTER]))
-    for name, weight in model.named_parameters():
-        if REFERENCE_ADAPTER in name.split("."):
-            weight.data = weight.data.float()
-        weight.requires_grad_(name in trained)
+    # peft 0.21.2 would train its rows
+    model.set_requires_grad(REFERENCE_ADAPTER, False)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
     gather_object,
 )
 from torch import distributed as dist
@@ -310,9 +311,7 @@ def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
         dist.broadcast(buffer, src=0)
 
 
-def of_rank_0(accelerator: Accelerator, value: Value) -> Value:
+def of_rank_0(value: Value) -> Value:
     """Return rank 0's `value` in all ranks; every process calls it."""
-    found = [value]
-    if accelerator.num_processes > 1:
-        dist.broadcast_object_list(found, src=0)
+    found: list[Value] = broadcast_object_list([value])
     return found[0]
