@@ -201,7 +201,7 @@ def test_a_vllm_of_another_version(project: Path) -> None:
     python.write_text(f'#!/bin/sh\nPYTHONPATH={project / "packages"} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     recipe = load("server.engine=vllm", f"server.options.python={python}")
-    told = "is 0.20.1, but AgentFactory needs <0.33,>=0.32"
+    told = "is 0.20.1, but AgentFactory needs <0.34,>=0.32"
     assert told in the_problem(doctor_recipe.check_vllm(recipe, 1))
     (project / "packages" / "vllm-0.20.1.dist-info").rename(project / "packages" / "vllm-0.32.0.dist-info")
     (project / "packages" / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")

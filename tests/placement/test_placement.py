@@ -24,7 +24,7 @@ from agentfactory.placement.meta_model import SHAPES, load_config
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network, server_memory
 from agentfactory.placement.suggested_changes import refusal
-from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe, updated
 from tests.placement.shapes import sizes
 from tests.project import Command, load_and_check, refused
 
@@ -287,7 +287,8 @@ def test_what_the_processes_are_told(project: Path) -> None:
     told = placement.for_trainer(asked)
     assert (told.placement.mode, told.sync.backend) == ("split", "ipc")
     assert placement.weight_transfer(asked) == "ipc"
-    assert placement.for_server(asked).server.options.gpu_memory_utilization == 0.4
+    command = placement.server_command(updated(asked, "server", engine="vllm"))
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
     assert placement.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "0"}
     assert placement.environment("server") == {}
     assert Placement().weight_transfer(asked) == "file"
