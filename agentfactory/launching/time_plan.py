@@ -32,9 +32,9 @@ _OCCUPIED = 0.7
 """Share of the places that are occupied on average, while a batch's last chains end."""
 _PER_LAYER = {"decode": 25, "update": 200}
 """Operations of a layer in a decoding step, and in the update of a micro-batch."""
-_TURN, _TOKEN, _STEP = 200, 5, 5000
-"""Work for a turn in worker and server, and for a row's token and a step in the trainer, in operations on small
-tensors."""
+_CHAIN, _TURN, _CALL, _TOKEN, _STEP = 400, 200, 350, 5, 5000
+"""Work for a chain and a turn in worker and server, for a call through an MCP server, and for a row's token and a step
+in the trainer, in operations on small tensors."""
 _SANDBOXED, _SANDBOX = {"code_interpreter", "shell"}, 5000
 """Tools that run code in a sandbox per chain, and work for one, in the same unit."""
 _PROBES, _SYNC = 400, 12_000
@@ -154,7 +154,8 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed) -> Tim
         passing = (size.body + size.head) * (few + row * (running - ROWS[0]))
         decoding = chains * lengths.sampled / running * (passing + size.layers * _PER_LAYER["decode"] * speed.operation)
         prefill = (tasks * lengths.prompt + chains * lengths.results) * size.body * row
-        return decoding + prefill + chains * (lengths.turns * _TURN + sandbox) * speed.operation
+        calls = _CALL * (lengths.turns - 1) if recipe.mcp_servers else 0
+        return decoding + prefill + chains * (_CHAIN + lengths.turns * _TURN + calls + sandbox) * speed.operation
 
     # prompts of a group are computed once, but not in padded rows or transcripts
     shared = train.algorithm != "sft" and train.batching in ("auto", "tree")
