@@ -88,7 +88,8 @@ def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient
         for given, exact in ((alone, True), (same, False)):
             done = Recorded(recipe, given)
             largest = max(float(gradient.abs().max()) for gradient in done.gradients.values())
-            assert (largest == 0.0) if exact else (largest < 1e-7)
+            # a teacher's log-probabilities are kept in float32, where those of 4 to 8 nats are rounded by 2.4e-7
+            assert (largest == 0.0) if exact else (largest < 1e-6)
             assert done.update.sums["graded"] == (0.0 if exact else done.batch.tokens)
         assert max(float(g.abs().max()) for g in Recorded(recipe, rows).gradients.values()) > 1e-2
 
