@@ -14,6 +14,8 @@ from pathlib import Path
 import transformers
 
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
+
+sys.path.append(str(Path(__file__).parents[1]))
 from tests.rollout import test_embedded_families as engine
 from tests.text_families import COMPOSITE, FAMILIES, NOT_BUILT, rows_of_many_lengths, tiny_network
 from tests.trainers import test_text_families as trainer

@@ -85,7 +85,8 @@ UNSETTABLE = (
 
 COMPOSITE = {
     *("emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "mllama", "musicgen"),
-    *("musicgen_melody", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "phi4_multimodal", "git"),
+    *("musicgen_melody", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "phi4_multimodal", "git", "dots3_note"),
+    "moss_transcribe_diarize",
 }
 """Families of several networks, whose text models are families of their own."""
 NOT_BUILT = {
