@@ -110,6 +110,8 @@ def test_columns_of_media_that_are_not_read(tmp_path: Path, column: str, value: 
 
 def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    import pyarrow
+    import pyarrow.parquet
 
     rows = [
         {"question": "a", "info": {"a": 0.3}, "parts": [{"b": 0.7}, "c", None], "place": {"x": 1.5}},
@@ -123,6 +125,10 @@ def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monke
     assert load_tasks(DataConfig(path=str(tmp_path / "t.parquet"))) == rows
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: whole)
     assert load_tasks(DataConfig(path="someone/something")) == rows
+    deep = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(["[" * 9000 + "]" * 9000]))
+    pyarrow.parquet.write_table(pyarrow.table({"info": deep}), tmp_path / "deep.parquet")
+    with pytest.raises(SettingError, match=r"deep\.parquet cannot be read as parquet"):
+        load_tasks(DataConfig(path=str(tmp_path / "deep.parquet")))
 
 
 def test_order_takes_every_task_once_an_epoch_and_depends_on_seed_and_position_alone() -> None:

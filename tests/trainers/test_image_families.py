@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.images.features import PixelMaker, join
+from agentfactory.rollout.images.features import PixelMaker, compute_features, encoder_outputs, join
 from agentfactory.rollout.images.image_tokens import OwnProcessor
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
@@ -119,6 +119,25 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(SettingError, match=r"from .*'s own processor and forward pass by \d"):
         check_images(policy, str(own))
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+@torch.no_grad()
+def test_images_of_several_tiles_stay_apart(kind: str) -> None:
+    """Without a processor, which needs torchvision. transformers 5.24 returns the images of a row as one tensor."""
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**size, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+    tower = {**size, "image_size": 32, "patch_size": 8}
+    own = {"image_token_id": 60, "scale_factor": 2, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=tower, **own)
+    network = AutoModelForImageTextToText.from_config(config).eval()
+    mask = torch.ones(1, 2, 32, 32, dtype=torch.bool)
+    images = [{"pixel_values": torch.rand(1, n, 3, 32, 32), "pixel_attention_mask": mask[:, :n]} for n in (1, 2)]
+    features = compute_features(network, join(images), [4, 8])
+    assert [len(image.tokens) for image in features] == [4, 8]
+    ids = torch.tensor([[5, *[60] * 12, 6]])
+    given = network.base_model(ids, **encoder_outputs(network, features)).last_hidden_state
+    torch.testing.assert_close(given, network.base_model(ids, **join(images)).last_hidden_state)
 
 
 def test_glm_has_transformers_sizes_and_positions(tmp_path: Path) -> None:

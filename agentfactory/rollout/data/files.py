@@ -181,7 +181,7 @@ def _parquet(file: RowFile) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{path}: row {number}", row
                 file.share = number / max(1, opened.metadata.num_rows)
-    except (ValueError, OSError, pyarrow.ArrowException) as error:
+    except (ValueError, OSError, RecursionError, pyarrow.ArrowException) as error:
         if isinstance(error, SettingError):
             raise
         problem = f"{path} cannot be read as parquet: {error}"

@@ -134,7 +134,7 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
     try:
         found = datasets.load_dataset(config.path, config.subset, split=config.split)
         return rows_of(found.with_format("arrow")[:]), True
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, RecursionError, datasets.exceptions.DatasetsError) as error:
         problem = f"{config.path} is not a file, and cannot be read as a hub dataset: {error}"
         fix = "correct the name, data.subset or data.split, or name a file"
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:

@@ -72,6 +72,9 @@ def compute_features(network: Any, inputs: Inputs, counts: Sequence[int]) -> lis
     """Run the vision tower of a network on images, whose numbers of image tokens are `counts`."""
     found = network.base_model.get_image_features(**inputs, return_dict=True)
     whole = found.pooler_output
+    if not isinstance(whole, Tensor) and len(whole) != len(counts):
+        # transformers 5.24 puts the images of Idefics3 and SmolVLM together
+        whole = torch.cat([*whole])
     # tiles are along the first dimension
     each = whole.flatten(0, -2).split(list(counts)) if isinstance(whole, Tensor) else whole
     deep = getattr(found, "deepstack_features", None) or []
