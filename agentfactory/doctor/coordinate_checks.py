@@ -17,11 +17,11 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRu
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
-"""Width and height of each picture, and the square's top left corner, which no two coordinate systems confuse."""
+"""Size of each picture and top left corner of its square, whose numbers differ between coordinate systems."""
 SIDE = 240
 CLEAR = 0.5
 CLOSE = 0.1
-"""Minimum difference of mean IoU that tells two systems apart: at nearly full size, both kinds of pixels agree."""
+"""Least difference of mean IoU between systems: at nearly full size, the pixels of model and file agree."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 

@@ -34,7 +34,7 @@ from tests.vllm_api import Table, load_tables, read_table
 TABLES = load_tables()
 each_version = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 CODE = [file for name in ("agentfactory", "benchmarks", "tests/vllm") for file in (REPOSITORY / name).rglob("*.py")]
-"""What may import vLLM."""
+"""Files that may import vLLM."""
 VLLM = REPOSITORY / "agentfactory" / "rollout" / "inference" / "vllm"
 ENGINE = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
 OWN = {"VLLM_PYTHON", "VLLM_SHARE"}

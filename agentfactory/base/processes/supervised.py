@@ -148,7 +148,7 @@ class Inside:
         threads = [self.pid]
         if not main_only:
             spent = self._times()
-            time.sleep(0.3)
+            time.sleep(0.3)  # then compare the threads' CPU times
             more = {thread: seconds - spent.get(thread, seconds) for thread, seconds in self._times().items()}
             threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
         return next(filter(None, map(described, map(self._stack_of, threads))), None)
@@ -169,7 +169,7 @@ class Inside:
         ask = getattr(libc, "tgkill", lambda pid, thread, number: libc.kill(pid, number))
         if ask(self.pid, thread, _asking()) != 0:
             return []
-        until, length = time.monotonic() + 0.2, 0
+        until, length = time.monotonic() + 0.2, 0  # a dump takes less
         while time.monotonic() < until and not 0 < length == len(self._dump):
             length = len(self._dump)
             time.sleep(_POLL_SECONDS)
