@@ -163,7 +163,7 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
     """Set what the mapping `lora` leaves out to the fields of the adapter that it continues; `merge` to whether they
-    differ. A new adapter on the merged base takes over the rank alone. A foreign adapter is taken to fit any pattern."""
+    differ. A new adapter on the merged base takes over the rank alone. A foreign adapter may fit any pattern."""
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)
