@@ -27,6 +27,8 @@ OPTIONAL = {
     "socks": ["aiohttp-socks>=0.10", "socksio>=1"],
     # worlds of OpenEnv servers; `worlds serve --as openenv`
     "openenv": ["websockets>=15"],
+    # the training service with the Tinker API
+    "tinker": ["protobuf>=6"],
     # needs Chromium, too
     "screens": ["playwright>=1.50"],
     # needs Java, too
@@ -122,6 +124,7 @@ setup(
         "agentfactory.rollout.text": ["chat_templates/*.jinja"],
         "agentfactory.worlds.screens": ["pages/*"],
         "agentfactory.viewer": ["page/*"],
+        "agentfactory.tinker": ["tinker_public.desc"],
     },
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs 2.13, 0.33 2.14
@@ -197,6 +200,7 @@ setup(
             "index=agentfactory.worlds.search.index_command",
             "worlds=agentfactory.worlds.commands.worlds_command",
         ],
+        "agentfactory.services": ["tinker=agentfactory.tinker.serve"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },
 )

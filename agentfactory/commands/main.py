@@ -188,7 +188,7 @@ def _run(options: argparse.Namespace) -> int | None:
                 case "serve":
                     # a manually started trainer begins with the recipe's own model
                     checkpoint = None if options.chat is None else trained_in(run, recipe, options.overrides)
-                    server_commands.serve(recipe, checkpoint, say, options.chat)
+                    server_commands.serve(recipe, checkpoint, say, options.chat, options.service, options.port)
                 case "rollout":
                     server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), say)
                 case "eval":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.user_code.entry_points import COMMANDS, registered
+from agentfactory.base.user_code.entry_points import COMMANDS, SERVICES, registered
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.launching import add_resume_option, settle_resume
 
@@ -91,7 +91,11 @@ _EXAMPLES = {
         "train recipe.yaml --dry-run",
         "train recipe.yaml --resume",
     ],
-    "serve": ["serve recipe.yaml server.port=8000", "serve runs/quickstart/recipe.yaml --chat"],
+    "serve": [
+        "serve recipe.yaml server.port=8000",
+        "serve runs/quickstart/recipe.yaml --chat",
+        "serve recipe.yaml --as tinker",
+    ],
     "rollout": ["rollout recipe.yaml data.limit=20"],
     "eval": [
         "eval recipe.yaml --samples 8",
@@ -231,7 +235,11 @@ def _add_options(name: str, command: argparse.ArgumentParser) -> None:
     match name:
         case "serve":
             about = "also serve OpenAI's and Anthropic's chat APIs, on this separate port (default: a free one)"
-            command.add_argument("--chat", type=int, nargs="?", const=0, metavar="PORT", help=about)
+            kinds = command.add_mutually_exclusive_group()
+            kinds.add_argument("--chat", type=int, nargs="?", const=0, metavar="PORT", help=about)
+            about = "serve training as well, by this API, at --port (default: a free one)"
+            kinds.add_argument("--as", dest="service", choices=[*registered(SERVICES)], help=about)
+            command.add_argument("--port", type=int, default=0, metavar="PORT", help="port of --as")
         case "doctor":
             about = "find out the image coordinates of the model on the server at server.url"
             command.add_argument("--coordinates", action="store_true", help=about)

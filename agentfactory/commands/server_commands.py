@@ -14,7 +14,7 @@ from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.run_notices import doing
-from agentfactory.base.user_code.entry_points import load_named
+from agentfactory.base.user_code.entry_points import SERVICES, load_named, registered
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.placement import Placement, place
@@ -39,10 +39,21 @@ if TYPE_CHECKING:
     from agentfactory.rollout.sources import Loaded, Source
 
 
-def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
-    """Serve a checkpoint or the recipe's model until this process ends. `chat`: also answer chats on this port."""
+def serve(
+    recipe: Recipe | StagedRecipe,
+    checkpoint: Path | None,
+    say: Say,
+    chat: int | None = None,
+    service: str | None = None,
+    port: int = 0,
+) -> None:
+    """Serve a checkpoint or the recipe's model until this process ends. `chat`: also answer chats on this port.
+    `service`: also serve training, by the API of this name, on `port`."""
     with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
+        found = None if service is None else load_named(registered(SERVICES)[service])
+        if found is not None:
+            found.check(served.recipe)
         check_writable(recipe.output)
         check_hub(served.recipe, "serve")
         for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
@@ -64,7 +75,10 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
         say(f"ready {url} (log: {display(log)})")
         if served.recipe.server.api_key_env is None:
             say(f"requests need its key, which AgentFactory finds; for other clients: {key_file_of(url)}")
-        if chat is None:
+        if found is not None:
+            _log_to(folder, str(service))
+            run_interruptibly(found.serve(served, url, folder, port, say, partial(children.check, server)))
+        elif chat is None:
             children.wait(server)
         else:
             _log_to(folder, "chat")

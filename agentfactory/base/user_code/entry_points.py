@@ -14,6 +14,8 @@ SOURCES = "agentfactory.sources"
 """Group of sources of tasks (`agentfactory.TaskSource`), by their names below `data`."""
 COMMANDS = "agentfactory.commands"
 """Group of modules, each a command: `ABOUT`, `EXAMPLES`, `add_options(parser)` and `run(options, say)`."""
+SERVICES = "agentfactory.services"
+"""Group of modules for `serve --as NAME`: `check(recipe)`, and `serve` as in agentfactory/tinker/serve.py."""
 
 
 @cache
@@ -29,10 +31,11 @@ def registered(group: str) -> dict[str, str]:
 
 
 def load_named(place: str) -> Any:
-    """Return the object at `package.module:NAME`. Raises SettingError if it cannot be imported."""
+    """Return the object at `package.module:NAME`, or a module. Raises SettingError if it cannot be imported."""
     module, _, name = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
     except (ImportError, AttributeError) as error:
         if isinstance(error, ImportError) and (lacking := missing_extra(error, place)):
             raise lacking from error

@@ -31,8 +31,8 @@ class TrainingRow:
 
     `targets` are positions in `token_ids`, ascending and at least 1. `streams` have one value per target: always
     `behaviour` (the server's log-probability), `advantage`, `weight` and `mixed` (1 if the token's cached context may
-    be from older weights, see trajectory.Span, else 0), and others as the algorithm needs them. `images` are those
-    before the last target, in order. `in_context` has the same targets after a teacher's prompt, which is longer."""
+    be from older weights, see trajectory.Span, else 0), and others as the algorithm needs them. `labels` are ids to
+    score in place of the row's own, one or several per target. `images` are those before the last target, in order. `in_context` has the same targets after a teacher's prompt, which is longer."""
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]
@@ -109,7 +109,7 @@ class MicroBatch:
     """Position of the last token that attends to this one, plus one; None if lines attend causally."""
     sources: Int[Tensor, "targets"]
     """Flat indices into batch x length: the token that predicts each target."""
-    labels: Int[Tensor, "targets"]
+    labels: Int[Tensor, "targets *several"]
     sequence: Int[Tensor, "targets"]
     """Number of the target's row within the micro-batch."""
     rows: tuple[int, ...]
@@ -284,16 +284,18 @@ def _micro_batch(lines: Lines, whole: np.ndarray, values: np.ndarray, plan: Plan
             start = place.stop
     causal = all(len(line) == 1 and line[0].plain for line in trees)
     shapes = {name: (sum(targets), *shape) for name, shape in plan.shapes.items()}
-    streams = np.split(values, np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
+    split = np.split(values, np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
+    streams = {name: part.reshape(shapes[name]) for name, part in zip(shapes, split, strict=True)}
+    own = np.concatenate([row.token_ids[row.targets] for row in rows.values()])
     return MicroBatch(
         ids=torch.from_numpy(ids),
         positions=None if causal else torch.from_numpy(positions),
         ends=None if causal else torch.from_numpy(ends),
         sources=torch.from_numpy(np.concatenate(sources)),
-        labels=torch.from_numpy(np.concatenate([row.token_ids[row.targets] for row in rows.values()], dtype=np.int64)),
+        labels=torch.from_numpy(streams.pop("labels", own).astype(np.int64)),  # float32 is exact below 2^24
         sequence=torch.from_numpy(np.repeat(np.arange(len(rows)), targets)),
         rows=tuple(index for index in indices if index >= 0),
-        streams={n: torch.from_numpy(v.reshape(shapes[n])) for n, v in zip(shapes, streams, strict=True)},
+        streams={name: torch.from_numpy(stream) for name, stream in streams.items()},
         images=tuple(images[place] for place in sorted(images)),
         rotary=torch.from_numpy(rotary) if images and rotary is not None else None,
         in_step_with_images=plan.seen,

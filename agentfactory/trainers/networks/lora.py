@@ -87,7 +87,7 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
     for name in (POLICY_ADAPTER, REFERENCE_ADAPTER):
         if name not in model.peft_config:
             continue
-        own = _weights_of(model, name)
+        own = weights_of(model, name)
         for key in [*saved, *own]:
             given, wanted = (short(tuple(held[key].shape)) if key in held else "nothing" for held in (saved, own))
             if given != wanted:
@@ -100,23 +100,26 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
-    weights = _weights_of(model, source)
-    for key, value in _weights_of(model, target).items():
+    weights = weights_of(model, source)
+    for key, value in weights_of(model, target).items():
         value.copy_(weights[key])
 
 
-def _weights_of(model: "PeftModel", name: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def weights_of(model: "PeftModel", name: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the weights of an adapter, in `state` or those in use, under the names that peft saves."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
 
 
-def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
-    """Return the weights of the policy's adapter, under the names that peft saves."""
-    trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
-    own = {name: value for name, value in trained if POLICY_ADAPTER in name.split(".")}
-    return _weights_of(model, POLICY_ADAPTER, own)
+def adapter_weights(model: "PeftModel", adapter: str = POLICY_ADAPTER) -> dict[str, Tensor]:
+    """Return an adapter's trained weights, under the names that peft saves."""
+    return weights_of(model, adapter, trained_weights(model, adapter))
+
+
+def trained_weights(model: "PeftModel", adapter: str) -> dict[str, nn.Parameter]:
+    named = model.named_parameters()
+    return {name: value for name, value in named if value.requires_grad and adapter in name.split(".")}
 
 
 def untie(network: Any) -> bool:
@@ -169,13 +172,15 @@ def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
 # ---- files
 
 
-def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) -> Path:
-    """Write `state`, the policy's gathered adapter, to `folder` in peft's format; return its file. Raises DiskError."""
+def save_adapter(
+    model: "PeftModel", folder: Path, state: Mapping[str, Tensor], adapter: str = POLICY_ADAPTER
+) -> Path:
+    """Write `state`, a gathered adapter, to `folder` in peft's format; return its file. Raises DiskError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     with writing(file):
         # a copy: a checkpoint and a sync may be written at the same time
-        config = copy.copy(model.peft_config[POLICY_ADAPTER])
+        config = copy.copy(model.peft_config[adapter])
         state = with_low_rank_rows(model.get_base_model(), config, state)
         # the saved adapter is for inference, not for training; the flag is part of peft's format
         config.inference_mode = True

@@ -136,9 +136,9 @@ class Policy(Backbone):
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-        policy's dtype), or the adapter's under their peft names. All processes read them before the next update."""
+        policy's dtype), or those of the adapter in use under their peft names. All processes read them before the next update."""
         if has_adapter(self.model):
-            return Weights(lora.adapter_weights(self.model).items())
+            return Weights(lora.adapter_weights(self.model, self._adapter).items())
         untied: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.network.state_dict(keep_vars=True).items():
             untied.setdefault(id(value), (name, value))
@@ -146,7 +146,7 @@ class Policy(Backbone):
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         assert has_adapter(self.model)
-        return lora.save_adapter(self.model, folder, state)
+        return lora.save_adapter(self.model, folder, state, self._adapter)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class LoraSync:
         if self._unfinished != version:
             while len(self._loaded) >= self._keep:
                 oldest, old_path = next(iter(self._loaded.items()))
-                on_each(self._servers, partial(_unload, name=oldest))
+                on_each(self._servers, partial(unload, name=oldest))
                 del self._loaded[oldest]
                 shutil.rmtree(old_path)
             self._pushes[version] = self._pushes.get(version, 0) + 1
@@ -75,28 +75,17 @@ class LoraSync:
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()
             if ours and (server.asleep or name not in self._loaded):
-                _unload(server, name)
+                unload(server, name)
         for name, path in self._loaded.items():
-            if not server.asleep and listed.get(name) == str(path):
-                continue
-            held = _listed(server)
-            if name in held:
-                raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
-            server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-            place = _listed(server).get(name)
-            if place != str(path):
-                problem = f"serves it from {place}, not from {path}" if place else "does not list it in /v1/models"
-                raise SyncError(f"{server.url} accepted the adapter {name}, but {problem}: it was not loaded")
-            if not path.name.endswith(digest(path / WEIGHTS)[:16]):
-                problem = f"changed while {server.url} loaded it: its weights are not the trainer's"
-                raise SyncError(f"{path / WEIGHTS} {problem}")
+            if server.asleep or listed.get(name) != str(path):
+                load(server, name, path)
 
     def close(self) -> None:
         """Make the servers unload the adapters, for the next run; the files stay in the run folder."""
         for name in self._loaded:
             # after a failed run, there may be no server left
             with suppress(SyncError):
-                on_each(self._servers, partial(_unload, name=name))
+                on_each(self._servers, partial(unload, name=name))
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
@@ -105,7 +94,22 @@ class LoraSync:
         return SyncReport(version, name, name, size, time.perf_counter() - started, content)
 
 
-def _unload(server: ServerControl, name: str) -> None:
+def load(server: ServerControl, name: str, path: Path) -> None:
+    """Load the adapter in the folder `path`, whose name ends with its digest, under an unused name, and prove it."""
+    held = _listed(server)
+    if name in held:
+        raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
+    server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    place = _listed(server).get(name)
+    if place != str(path):
+        problem = f"serves it from {place}, not from {path}" if place else "does not list it in /v1/models"
+        raise SyncError(f"{server.url} accepted the adapter {name}, but {problem}: it was not loaded")
+    if not path.name.endswith(digest(path / WEIGHTS)[:16]):
+        problem = f"changed while {server.url} loaded it: its weights are not the trainer's"
+        raise SyncError(f"{path / WEIGHTS} {problem}")
+
+
+def unload(server: ServerControl, name: str) -> None:
     # a restarted server no longer has it
     if name in _listed(server):
         server.post("/v1/unload_lora_adapter", {"lora_name": name})

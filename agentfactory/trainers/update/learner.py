@@ -211,6 +211,17 @@ class Learner:
     def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
         """Perform one optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the
         critic learns. Raises FloatingPointError, and changes no weight, if the gradient is not finite."""
+        terms = self.forward_backward(batch, loss, value_loss)
+        grad_norm = self._clip(Role.POLICY)
+        if self.has_critic:
+            # separately: a critic far from its returns would shrink the policy's step to nothing
+            self._clip(Role.CRITIC)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._report(terms, batch.normaliser, grad_norm)
+
+    def forward_backward(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> list[Terms]:
+        """Return the terms of each micro-batch, and add their gradients to those that are there; not in no_grad()."""
         # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
@@ -221,7 +232,8 @@ class Learner:
                 if loss is not None:
                     with self._syncing(last):
                         made.append(loss(index, part, *self._graded_pass(part)))
-                        self.accelerator.backward(made[-1].loss * scale)
+                        if torch.is_grad_enabled():
+                            self.accelerator.backward(made[-1].loss * scale)
                         made[-1].loss = made[-1].loss.detach()
                 if value_loss is not None:
                     with self._syncing(last):
@@ -234,13 +246,7 @@ class Learner:
                 for term in others:
                     first.sums |= term.sums
                 terms.append(first)
-        grad_norm = self._clip(Role.POLICY)
-        if self.has_critic:
-            # separately: a critic far from its returns would shrink the policy's step to nothing
-            self._clip(Role.CRITIC)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self._report(terms, batch.normaliser, grad_norm)
+        return terms
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
         images, loader, device = None, self.images, self.accelerator.device

@@ -16,14 +16,13 @@ from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
-    *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
+    *("temperature", "top_k", "top_p", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop", "prompt_logprobs"),
     "routed_experts_prompt_start",  # of routed experts, which are not returned
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "top_p", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("n", "repetition_penalty"), (1,)),
     **dict.fromkeys(("min_p", "min_tokens", "presence_penalty", "frequency_penalty"), (0,)),
-    "top_k": (0, -1),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), (True, False)),  # no text is returned
 }
 _REQUEST = {
@@ -33,6 +32,8 @@ _REQUEST = {
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     # logits over less than that overflow
     "temperature": (lambda value: is_finite_number(value) and (value == 0 or value >= 1e-5), "0, or at least 1e-5"),
+    "top_k": (lambda value: type(value) is int and value >= -1, "an integer of at least 1, or -1 or 0 for all"),
+    "top_p": (lambda value: is_finite_number(value) and 0 < value <= 1, "a number above 0, and at most 1"),
     "max_tokens": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
     "prompt_logprobs": (lambda value: type(value) is int and value >= 0, "an integer of at least 0"),
     "seed": (lambda value: type(value) is int, "an integer"),
@@ -96,6 +97,8 @@ def make_request(
         max_tokens=params.get("max_tokens") or limit,
         on_finish=on_finish,
         temperature=1.0 if temperature is None else float(temperature),
+        top_k=max(0, params.get("top_k") or 0),
+        top_p=float(params.get("top_p") or 1.0),
         watch=_stop_watch(params.get("stop"), decode),
         stop=stop if params.get("ignore_eos") else stop | eos_token_ids,
         generator=random.Random(params.get("seed")),
@@ -162,7 +165,7 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
 def _scored(token: int, logprob: float) -> Json:
     """Return a token and its log-probability, under the names of vLLM's newer (token_id) and older (token) servers:
     renderers 0.1, the client of verifiers and prime-rl, reads the older."""
-    return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob}
+    return {"token_id": token, "token": f"token_id:{token}", "logprob": max(logprob, -9999.0)}
 
 
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:

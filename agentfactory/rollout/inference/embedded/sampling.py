@@ -63,8 +63,9 @@ class PromptScore(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence to continue, and the tokens sampled so far. `stop` are the tokens that end it, `watch` its stop
-    strings, `stop_string` the matched one. `temperature` 0 is greedy. `logprobs` are those of the sampled tokens after
-    bias and temperature (at 0, unscaled), `candidate_logprobs` those of `candidates` at each sampled token. Each image
+    strings, `stop_string` the matched one. `temperature` 0 is greedy. With `top_k`, only as many tokens can be sampled
+    (0: all), with `top_p` the likeliest that have this share. `logprobs` are those of the sampled tokens after bias,
+    temperature (at 0, unscaled) and these limits, `candidate_logprobs` those of `candidates` at each sampled token. Each image
     token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same `cache_salt`
     share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of each prompt
     token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is called once,
@@ -74,6 +75,8 @@ class Request:
     max_tokens: int
     on_finish: Callable[["Request"], None]
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
     stop: frozenset[int] = frozenset()
     watch: StopWatch | None = None
     generator: random.Random = field(default_factory=random.Random)
@@ -128,6 +131,13 @@ def sample(
         scaled[torch.tensor(rows, device=logits.device), torch.tensor(biased, device=logits.device)] += values
     if any(t not in (0.0, 1.0) for t in temperature):
         scaled = scaled / torch.tensor([t or 1.0 for t in temperature], device=logits.device)[:, None]
+    for row, request in enumerate(requests):
+        if request.temperature and (request.top_k > 0 or request.top_p < 1.0):
+            values, order = scaled[row].sort(descending=True)
+            values[request.top_k or len(values) :] = -torch.inf
+            shares = values.softmax(-1)
+            # the share of those before: Holtzman et al., 2020, arXiv:1904.09751, section 3.1
+            scaled[row, order] = values.masked_fill(shares.cumsum(-1) - shares >= request.top_p, -torch.inf)
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
         cumulative = logprobs.exp().double().cumsum_(-1)

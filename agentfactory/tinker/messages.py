@@ -1,0 +1,174 @@
+"""Protobuf of the Tinker API: requests of passes, their results, and samples. Everything else is JSON (bodies.py).
+
+tinker_public.desc is the descriptor of the SDK (tinker 0.38, Apache-2.0), which publishes no .proto file. It is in a
+pool of its own, because a program that imports the SDK has the same names in the default pool."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from jaxtyping import Float, Int
+
+PROTOBUF = "application/x-protobuf"
+_MOST_VALUES = 1 << 26
+"""Values of one datum's tensor; a sparse one takes few bytes for many zeros."""
+_UNDEFINED = (0, -99999.0)
+"""Token and log-probability where top-k lists have none."""
+
+_pool = descriptor_pool.DescriptorPool()
+_pool.Add(descriptor_pb2.FileDescriptorProto.FromString(files(__package__).joinpath("tinker_public.desc").read_bytes()))
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"tinker_public.{name}"))
+
+
+_TYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
+"""Number of a DType -> type of its bytes; bfloat16 is the upper half of a float32."""
+_FLOAT32, _BFLOAT16 = 1, 4
+_STOP, _LENGTH = 0, 1
+
+
+class RequestError(Exception):
+    """A request that cannot be carried out as it is; the message names the field and the fix."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """Input ids, and by name what the loss reads for each: arrays of shape [N] or [N, K]."""
+
+    ids: Int[np.ndarray, "tokens"]
+    inputs: dict[str, np.ndarray]
+
+
+class PassRequest:
+    """A request for a forward pass and, unless `forward_only`, a backward pass."""
+
+    def __init__(self, body: bytes) -> None:
+        """Raises RequestError if `body` is no such message."""
+        try:
+            self._message = _message("ForwardBackwardRequest").FromString(body)
+        except DecodeError as error:
+            raise RequestError(f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
+        self.model_id: str = self._message.model_id
+        self.seq_id: int = self._message.seq_id
+        self.loss: str = self._message.loss_fn
+        self.forward_only: bool = self._message.forward_only
+
+    def options(self) -> dict[str, float]:
+        """Return the loss's options. Raises RequestError for one that is no finite number."""
+        given: dict[str, Any] = dict(self._message.loss_fn_config)
+        for name, value in self._message.loss_fn_config_v2.items():
+            given[name] = value.number if value.HasField("number") else value.text
+        for name, value in given.items():
+            if not (isinstance(value, float) and math.isfinite(value)):
+                raise RequestError(f"loss_fn_config.{name}: got {value!r:.100}; give a finite number")
+        return given
+
+    def data(self) -> list[Datum]:
+        """Return the data. Raises RequestError, which names the datum and the field."""
+        if not self._message.data:
+            raise RequestError("data: missing; give at least one datum")
+        return [_datum(number, datum) for number, datum in enumerate(self._message.data)]
+
+
+def _datum(number: int, message: Any) -> Datum:
+    parts = []
+    for chunk in message.model_input:
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise RequestError(f"data[{number}].model_input: got a chunk {kind}; this service takes text only")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise RequestError(f"data[{number}].model_input: its tokens are not 4 bytes each")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    inputs = {}
+    for name, tensor in message.loss_fn_inputs.items():
+        try:
+            inputs[name] = _array(tensor)
+        except ValueError as error:
+            raise RequestError(f"data[{number}].loss_fn_inputs.{name}: {error}") from error
+    return Datum(np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64), inputs)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    """Return a tensor as a dense array. Raises ValueError."""
+    kind, shape = _TYPES.get(tensor.dtype), [int(size) for size in tensor.shape]
+    if kind is None:
+        raise ValueError(f"its dtype {tensor.dtype} is unknown")
+    if len(shape) not in (1, 2) or min(shape) < 0 or math.prod(shape) > _MOST_VALUES:
+        raise ValueError(f"its shape is {shape}; give [N] or [N, K], at most {_MOST_VALUES:,} values")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr = tensor.sparse_csr
+        values = _widened(np.frombuffer(csr.values, kind), tensor.dtype)
+        starts, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
+        found = np.zeros(shape, values.dtype)
+        fits = len(shape) == 2 and len(starts) == shape[0] + 1 and len(values) == len(columns) and starts[0] == 0
+        fits = fits and starts[-1] == len(columns) and bool((np.diff(starts) >= 0).all())
+        if not fits or (len(columns) and not (columns.min() >= 0 and columns.max() < shape[1])):
+            raise ValueError(f"its sparse rows do not fit the shape {shape}")
+        found[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+        return found
+    if len(tensor.dense) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{len(tensor.dense)} bytes are not the values of shape {shape}")
+    return _widened(np.frombuffer(tensor.dense, kind), tensor.dtype).reshape(shape)
+
+
+def _widened(values: np.ndarray, dtype: int) -> np.ndarray:
+    return (values.astype("<u4") << 16).view("<f4") if dtype == _BFLOAT16 else values
+
+
+def pass_result(logprobs: Sequence[Float[np.ndarray, "tokens *several"]], metrics: Mapping[str, float]) -> bytes:
+    """Return a pass's answer: the log-probabilities of each datum's targets, and metrics as `name:reduction`, by which
+    clients combine the chunks of one call."""
+    arrays = [np.ascontiguousarray(array, "<f4") for array in logprobs]
+    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
+    joined = _message("BatchedTensor")(
+        data=b"".join(array.tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=_FLOAT32,
+        trailing_shape=arrays[0].shape[1:],
+    )
+    result = _message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    result.loss_fn_outputs.add(num_datums=len(arrays)).fields["logprobs"].CopyFrom(joined)
+    return bytes(result.SerializeToString())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled sequence; its log-probabilities are those with which it was sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cut: bool
+
+
+PromptScores = Sequence[Mapping[int, float] | None]
+"""By position of the prompt: None, or the log-probabilities of its own token, which comes first, and of likely ones."""
+
+
+def sample_result(samples: Sequence[Sample], prompt: PromptScores | None, top_k: int) -> bytes:
+    """Return the answer to a request for samples. `prompt` has the scores, if asked for, with `top_k` likely tokens."""
+    result = _message("SampleResponse")()
+    for sample in samples:
+        result.sequences.add(
+            stop_reason=_LENGTH if sample.cut else _STOP,
+            tokens=np.asarray(sample.token_ids, "<i4").tobytes(),
+            logprobs=np.asarray(sample.logprobs, "<f4").tobytes(),
+        )
+    if prompt is not None:
+        own = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]
+        result.prompt_logprobs = np.asarray(own, "<f4").tobytes()
+    if prompt is not None and top_k:
+        listed = []
+        for scores in prompt:
+            best = sorted((scores or {}).items(), key=lambda pair: -pair[1])[:top_k]
+            listed.append([*best, *[_UNDEFINED] * (top_k - len(best))])
+        table = result.topk_prompt_logprobs
+        table.k, table.length = top_k, len(listed)
+        table.token_ids = np.asarray([[token for token, _ in row] for row in listed], "<i4").tobytes()
+        table.logprobs = np.asarray([[logprob for _, logprob in row] for row in listed], "<f4").tobytes()
+    return bytes(result.SerializeToString())
