@@ -53,7 +53,7 @@ def serve(
         served = what_is_served(recipe, checkpoint)
         found = None if service is None else load_named(registered(SERVICES)[service])
         if found is not None:
-            found.check(served.recipe)
+            served = replace(served, recipe=found.prepared(served.recipe))
         check_writable(recipe.output)
         check_hub(served.recipe, "serve")
         for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
@@ -77,7 +77,7 @@ def serve(
             say(f"requests need its key, which AgentFactory finds; for other clients: {key_file_of(url)}")
         if found is not None:
             _log_to(folder, str(service))
-            run_interruptibly(found.serve(served, url, folder, port, say, partial(children.check, server)))
+            run_interruptibly(found.serve(served.recipe, url, port, say, partial(children.check, server)))
         elif chat is None:
             children.wait(server)
         else:

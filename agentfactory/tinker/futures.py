@@ -1,5 +1,5 @@
-"""Futures of requests: started once however often they are sent, in the order of a model's sequence, and kept until
-they have been fetched. Everything here runs on the event loop."""
+"""Futures of requests: each is carried out once, however often it is sent, in the order of its model's requests, and
+its answer is kept until it was fetched. Everything here runs on the event loop."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.http_transport import InferenceError
-from agentfactory.tinker.messages import RequestError
+from agentfactory.tinker.messages import GoneError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,13 @@ class Future:
     """A request's answer, once `done` is set; then `seconds` is the time when it was set."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.done = asyncio.Event()
+        self.name, self.done = name, asyncio.Event()
         self.answer: Answer = {}
         self.seconds = 0.0
 
-    async def run(self, work: Work) -> None:
-        try:
-            self.answer = await work()
-        except Exception as error:  # boundary: a request must not end the service
-            is_users = isinstance(error, _USERS_FAULTS)
-            if not is_users:
-                logger.exception("%s failed", self.name)
-            told = str(error) if is_users else f"{type(error).__name__}: {error}"
-            self.answer = {"error": told, "category": "user" if is_users else "server"}
-        self.seconds = time.monotonic()
-        self.done.set()
+    @property
+    def size(self) -> int:
+        return len(self.answer) if isinstance(self.answer, bytes) else 1024
 
 
 class Futures:
@@ -55,64 +46,68 @@ class Futures:
     def __init__(self) -> None:
         self._by_name: dict[str, Future] = {}
         self._by_key: dict[Key, str] = {}
-        self._kept: OrderedDict[str, tuple[Key, int]] = OrderedDict()
-        self._bytes = 0
-        self._begun = 0
+        self._kept: OrderedDict[Key, Future] = OrderedDict()
+        self._bytes = self._begun = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def known(self, key: Key) -> str | None:
         """Return the id of the future of a request that was sent before."""
         return self._by_key.get(key)
 
-    def get(self, name: str) -> Future | None:
-        return self._by_name.get(name)
+    def get(self, name: str) -> Future:
+        """Raises GoneError if there is no such future."""
+        if (found := self._by_name.get(name)) is None:
+            raise GoneError(f"request_id: {name!r:.120} is unknown, or was answered long ago")
+        return found
 
     def begin(self, key: Key, work: Work) -> str:
-        """Start `work`, unless the request was sent before; return the future's id."""
+        """Begin `work`, unless the request was sent before; return the future's id."""
         if (known := self._by_key.get(key)) is not None:
             return known
         self._begun += 1
-        name = f"{key[0]}:{key[1]}:{self._begun}"
-        future = self._by_name[name] = Future(name)
-        self._by_key[key] = name
-
-        async def carry_out() -> None:
-            await future.run(work)
-            self._keep(key, future)
-
-        task = asyncio.get_running_loop().create_task(carry_out())
+        future = Future(f"{key[0]}:{key[1]}:{self._begun}")
+        self._by_name[future.name], self._by_key[key] = future, future.name
+        task = asyncio.get_running_loop().create_task(self._carry_out(key, future, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return name
+        return future.name
 
-    def _keep(self, key: Key, future: Future) -> None:
-        """Keep an answer, and forget the oldest ones that exceed the memory or the time."""
-        size = len(future.answer) if isinstance(future.answer, bytes) else 1024
-        self._kept[future.name] = key, size
-        self._bytes += size
-        while self._bytes > _MOST_BYTES or self._by_name[next(iter(self._kept))].seconds < future.seconds - _KEPT_SECONDS:
-            name, (old, bytes_) = self._kept.popitem(last=False)
-            self._bytes -= bytes_
-            del self._by_name[name], self._by_key[old]
+    async def _carry_out(self, key: Key, future: Future, work: Work) -> None:
+        try:
+            future.answer = await work()
+        except _USERS_FAULTS as error:
+            future.answer = {"error": str(error), "category": "user"}
+        except Exception as error:  # boundary: a request must not end the service
+            logger.exception("%s failed", future.name)
+            future.answer = {"error": f"{type(error).__name__}: {error}", "category": "server"}
+        future.seconds = time.monotonic()
+        future.done.set()
+        self._kept[key] = future
+        self._bytes += future.size
+        while self._bytes > _MOST_BYTES or next(iter(self._kept.values())).seconds < future.seconds - _KEPT_SECONDS:
+            old, forgotten = self._kept.popitem(last=False)
+            self._bytes -= forgotten.size
+            del self._by_name[forgotten.name], self._by_key[old]
 
 
-class Sequence:
-    """The turns of one model's requests: each begins when all with lower numbers have ended."""
+class Turns:
+    """The turns of one model's requests: each begins when that with the number before has ended."""
 
-    def __init__(self, first: int) -> None:
-        self._next = first
+    def __init__(self) -> None:
+        self._next = 1
         self._waiting: dict[int, asyncio.Event] = {}
         self._closed: str | None = None
 
-    def is_past(self, number: int) -> bool:
-        return number < self._next
-
-    def take(self, number: int, work: Work) -> Work:
-        """Return `work` at its turn. Raises RequestError if too many wait."""
+    def wait_for(self, number: int, work: Work) -> Work:
+        """Return `work` at its turn. Raises GoneError if that has passed, RequestError if too many wait."""
+        if number < self._next:
+            raise GoneError(f"seq_id: {number} was answered long ago")
         if len(self._waiting) >= _MOST_WAITING:
-            raise RequestError(f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others; send that first")
+            raise RequestError(
+                f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others; send that first"
+            )
         turn = self._waiting[number] = asyncio.Event()
-        if number == self._next:
+        if number == self._next or self._closed is not None:
             turn.set()
 
         async def at_its_turn() -> Answer:
@@ -130,7 +125,7 @@ class Sequence:
         return at_its_turn
 
     def close(self, reason: str) -> None:
-        """Fail the requests that wait."""
+        """Fail the requests that wait, and later ones."""
         self._closed = reason
         for turn in self._waiting.values():
             turn.set()

@@ -1,10 +1,10 @@
-"""The losses of the Tinker API, each a sum over all tokens: never a mean, and nothing is left out as padding.
+"""The losses of the Tinker API, each a sum over all tokens: never a mean, and no token is left out as padding.
 
-With p the policy's log-probability of a target, q the one it was sampled with, A its advantage, and r = exp(p - q)."""
+With p the policy's log-probability of a target, q the one it was sampled with, A its advantage, and r = exp(p - q).
+`low` and `high` bound r itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ def gspo(logprob: Tensor, inputs: Inputs, sequence: RowNumbers, low: float, high
     sums = mask.new_zeros(int(sequence.max()) + 1, 2)
     sums.index_add_(0, sequence, torch.stack([mask * detached, mask], 1))
     mean = sums[:, 0] / sums[:, 1].clamp(min=1.0)
-    ratio = (mean[sequence] + log_ratio - detached).exp()
-    return _surrogate(ratio, inputs["advantages"], low, high)
+    return _surrogate((mean[sequence] + log_ratio - detached).exp(), inputs["advantages"], low, high)
 
 
 def _ratio(logprob: Tensor, inputs: Inputs) -> Tensor:
@@ -59,33 +58,27 @@ def _surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Ten
     return -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss, its inputs beside target_tokens (those with a default may be left out), and its options."""
+class Loss(NamedTuple):
+    """A loss, its inputs beside target_tokens with their defaults (None: required), and its options: the API's name
+    -> the parameter and its default."""
 
     terms: Callable[..., Tensor]
     inputs: dict[str, float | None]
-    options: dict[str, float]
+    options: dict[str, tuple[str, float]] = {}
 
 
 _SAMPLED: dict[str, float | None] = {"logprobs": None, "advantages": None}
-_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-# bounds of the ratio itself, as in the hosted service's example of ppo
-_BOUNDS = {_LOW: 0.8, _HIGH: 1.2}
+# as in the hosted service's example of ppo
+_BOUNDS = {"clip_low_threshold": ("low", 0.8), "clip_high_threshold": ("high", 1.2)}
 LOSSES = {
-    "cross_entropy": Loss(cross_entropy, {"weights": 1.0}, {}),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED, {}),
+    "cross_entropy": Loss(cross_entropy, {"weights": 1.0}),
+    "importance_sampling": Loss(importance_sampling, _SAMPLED),
     "ppo": Loss(ppo, _SAMPLED, _BOUNDS),
     "cispo": Loss(cispo, _SAMPLED, _BOUNDS),
-    "dro": Loss(dro, _SAMPLED, {"beta": 0.05}),
+    "dro": Loss(dro, _SAMPLED, {"beta": ("beta", 0.05)}),
     "gspo": Loss(gspo, {**_SAMPLED, "sequence_ratio_mask": 1.0}, _BOUNDS),
 }
 REFUSED = {
     "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo, dro or gspo",
     "custom": "losses run in the client here; pass a function to forward_backward_custom",
 }
-
-
-def named(options: dict[str, float]) -> dict[str, Any]:
-    """Return options by the names of the functions' parameters."""
-    return {{_LOW: "low", _HIGH: "high"}.get(name, name): value for name, value in options.items()}

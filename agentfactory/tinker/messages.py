@@ -28,14 +28,27 @@ def _message(name: str) -> Any:
     return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"tinker_public.{name}"))
 
 
-_TYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
+_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
 """Number of a DType -> type of its bytes; bfloat16 is the upper half of a float32."""
 _FLOAT32, _BFLOAT16 = 1, 4
-_STOP, _LENGTH = 0, 1
 
 
 class RequestError(Exception):
     """A request that cannot be carried out as it is; the message names the field and the fix."""
+
+    status = 400
+
+
+class MissingError(RequestError):
+    """An id that the service does not know."""
+
+    status = 404
+
+
+class GoneError(RequestError):
+    """Something that was there, or is of a service that was restarted."""
+
+    status = 410
 
 
 @dataclass(frozen=True)
@@ -137,27 +150,21 @@ def pass_result(logprobs: Sequence[Float[np.ndarray, "tokens *several"]], metric
     return bytes(result.SerializeToString())
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A sampled sequence; its log-probabilities are those with which it was sampled."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    cut: bool
-
-
 PromptScores = Sequence[Mapping[int, float] | None]
 """By position of the prompt: None, or the log-probabilities of its own token, which comes first, and of likely ones."""
 
 
-def sample_result(samples: Sequence[Sample], prompt: PromptScores | None, top_k: int) -> bytes:
-    """Return the answer to a request for samples. `prompt` has the scores, if asked for, with `top_k` likely tokens."""
+def sample_result(
+    samples: Sequence[tuple[list[int], list[float], bool]], prompt: PromptScores | None, top_k: int
+) -> bytes:
+    """Return the answer to a request for samples: (ids, log-probabilities, cut by a limit). `prompt` has its scores, if
+    asked for, with `top_k` likely tokens."""
     result = _message("SampleResponse")()
-    for sample in samples:
+    for token_ids, logprobs, cut in samples:
         result.sequences.add(
-            stop_reason=_LENGTH if sample.cut else _STOP,
-            tokens=np.asarray(sample.token_ids, "<i4").tobytes(),
-            logprobs=np.asarray(sample.logprobs, "<f4").tobytes(),
+            stop_reason=int(cut),  # STOP_REASON_STOP is 0, STOP_REASON_LENGTH 1
+            tokens=np.asarray(token_ids, "<i4").tobytes(),
+            logprobs=np.asarray(logprobs, "<f4").tobytes(),
         )
     if prompt is not None:
         own = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]

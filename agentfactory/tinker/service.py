@@ -6,8 +6,6 @@ that heartbeats and samples never wait for it."""
 import asyncio
 import hmac
 import logging
-import shutil
-import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -19,11 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 from agentfactory.tinker import bodies
 from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved
-from agentfactory.tinker.futures import Answer, Futures, Sequence, Work
-from agentfactory.tinker.messages import PROTOBUF, PassRequest, RequestError
+from agentfactory.tinker.futures import Answer, Futures, Turns, Work
+from agentfactory.tinker.messages import PROTOBUF, GoneError, MissingError, PassRequest, RequestError
 from agentfactory.tinker.samplers import Samplers
 from agentfactory.tinker.training import Model, Trainer
 
@@ -31,29 +28,37 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_POST = (
+    *("client/config", "create_session", "session_heartbeat", "create_model", "get_info", "forward_backward"),
+    *("optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session", "asample"),
+    *("retrieve_future", "weights_info", "telemetry"),
+)
+"""Paths; each is served by the method of its name, with _ for /."""
+_CHECKPOINT = "training_runs/{id}/checkpoints/{kind}/{name}"
+_OTHERS = {
+    ("POST", "sessions/{id}/finish"): "finish_session",
+    ("GET", "healthz"): "health",
+    ("GET", "get_server_capabilities"): "capabilities",
+    ("GET", "samplers/{id}"): "describe_sampler",
+    ("GET", "sessions"): "list_sessions",
+    ("GET", "sessions/{id}"): "describe_session",
+    ("GET", "training_runs"): "list_runs",
+    ("GET", "training_runs/{id}"): "describe_run",
+    ("GET", "training_runs/{id}/checkpoints"): "list_checkpoints_of_run",
+    ("GET", "checkpoints"): "list_checkpoints",
+    ("DELETE", _CHECKPOINT): "delete_checkpoint",
+    ("PUT", f"{_CHECKPOINT}/ttl"): "set_lifetime",
+}
 _POLL_SECONDS = 25.0
 """Time until a poll without an answer ends; the SDK's own timeout is 45 s."""
 _MOST_BYTES = 1 << 26
 _MOST_MODELS = 16
-_GONE_SECONDS = 900.0
-"""Time without a heartbeat after which a session's models are dropped."""
-_SNAPSHOT_SECONDS = 1800.0
-"""Time without a request after which a snapshot without a name is deleted."""
-_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False, "custom_loss_server_side": False}
-_CONFIG |= {"sample_use_retrieve_futures": False, "sample_join_sampling_session": False}
-
-
-class _Gone(Exception):
-    """A future, or something else, that was there and is no longer."""
-
-
-class _Missing(Exception):
-    """An id that the service does not know."""
+_SESSION_SECONDS, _SNAPSHOT_SECONDS = 900.0, 1800.0
+"""Time without a heartbeat after which a session ends, and without a request after which a nameless snapshot does."""
 
 
 @dataclass
 class _Session:
-    tags: list[str]
     metadata: bodies.Metadata | None
     seen: float = field(default_factory=time.monotonic)
     models: list[str] = field(default_factory=list)
@@ -61,36 +66,27 @@ class _Session:
 
 
 @dataclass
-class _Training:
-    """A model in training, and the turns of its requests."""
-
-    model: Model
-    turns: Sequence
-
-
-@dataclass
 class _Sampler:
-    """A sampling session: a snapshot (None: the base), which is deleted with it if it has no name."""
+    """A sampling session: a snapshot (None: the base), which ends with it unless it has a `path`."""
 
     saved: Saved | None
     path: str | None
-    unnamed: bool = False
     used: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class Base:
-    """The base model: its folder, the name that the service gives it, and other names that clients may use."""
+    """The base model: its folder, or name on the hub, the service's name of it, and others that clients may use."""
 
     folder: str
     name: str
-    names: frozenset[str]
+    others: frozenset[str]
     context: int
     architecture: str
 
 
 class Service:
-    """The service for all clients. `key` is the one that they send."""
+    """The service for all clients that send `key`."""
 
     def __init__(self, base: Base, trainer: Trainer, samplers: Samplers, checkpoints: Checkpoints, key: str) -> None:
         self._base, self._trainer, self._samplers, self._checkpoints = base, trainer, samplers, checkpoints
@@ -98,316 +94,312 @@ class Service:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._futures = Futures()
         self._sessions: dict[str, _Session] = {}
-        self._training: dict[str, _Training] = {}
-        self._creating: set[str] = set()
+        self._models: dict[str, Model] = {}
+        self._turns: dict[str, Turns] = {}
         self._sampling: dict[str, _Sampler] = {}
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._answer])
-        posts: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
-            "client/config": self._config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "sessions/{id}/finish": self._finish_session,
-            "create_model": self._create_model,
-            "get_info": self._get_info,
-            "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "load_weights": self._load_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "create_sampling_session": self._create_sampler,
-            "asample": self._asample,
-            "retrieve_future": self._retrieve,
-            "weights_info": self._weights_info,
-            "telemetry": self._telemetry,
-        }
-        gets: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
-            "healthz": self._health,
-            "get_server_capabilities": self._capabilities,
-            "samplers/{id}": self._sampler,
-            "sessions": self._list_sessions,
-            "sessions/{id}": self._session_info,
-            "training_runs": self._list_runs,
-            "training_runs/{id}": self._run,
-            "training_runs/{id}/checkpoints": self._list_of_run,
-            "checkpoints": self._list_checkpoints,
-        }
-        checkpoint = "training_runs/{id}/checkpoints/{kind}/{name}"
-        app.add_routes([web.post(f"/api/v1/{path}", handler) for path, handler in posts.items()])
-        app.add_routes([web.get(f"/api/v1/{path}", handler) for path, handler in gets.items()])
-        app.add_routes([web.delete(f"/api/v1/{checkpoint}", self._delete), web.put(f"/api/v1/{checkpoint}/ttl", self._ttl)])
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._respond])
+        routes = {**{("POST", path): path.replace("/", "_") for path in _POST}, **_OTHERS}
+        for (method, path), name in routes.items():
+            app.router.add_route(method, f"/api/v1/{path}", getattr(self, name))
         return app
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
         given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self._key):
-            refusal = _json({"error": "Unauthorized: set TINKER_API_KEY as the service printed it"}, 401)
+            refusal = _json({"error": "set TINKER_API_KEY as the service has printed it"}, 401)
             refusal.force_close()
             return refusal
         try:
-            if request.headers.get("Content-Encoding", "identity") != "identity":
-                raise RequestError("Content-Encoding: this service takes bodies as they are")
             found = await handler(request)
         except RequestError as error:
-            return _json({"error": str(error), "category": "user"}, 400)
-        except _Missing as error:
-            return _json({"error": str(error), "category": "user"}, 404)
-        except _Gone as error:
-            return _json({"error": str(error), "category": "user"}, 410)
+            return _json({"error": str(error), "category": "user"}, error.status)
         except web.HTTPRequestEntityTooLarge:
             return _json({"error": f"the body has more than {_MOST_BYTES:,} bytes; send fewer data at a time"}, 413)
         except web.HTTPException as error:
-            return _json({"error": f"{request.method} {request.path}: {error.reason}: not a part of this service"}, error.status)
-        return found if isinstance(found, web.StreamResponse) else _json(found)
+            return _json({"error": f"{request.method} {request.path} is not a part of this service"}, error.status)
+        return found if isinstance(found, web.Response) else _json(found)
 
     def _compute(self, function: Callable[..., Result], *args: Any, **named: Any) -> Awaitable[Result]:
         """Call a function on the thread that computes."""
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **named))
 
-    async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+    def _future(self, key: tuple[str, int], work: Work, **further: Any) -> Answer:
+        return {"request_id": self._futures.begin(key, work), **further}
+
+    async def retrieve_future(self, request: web.Request) -> Answer | web.Response:
+        future = self._futures.get((await _body(request, bodies.Retrieve)).request_id)
+        try:
+            async with asyncio.timeout(_POLL_SECONDS):
+                await future.done.wait()
+        except TimeoutError:
+            return _json({"type": "try_again", "request_id": future.name, "queue_state": "active"}, 408)
+        answer = future.answer
+        return answer if isinstance(answer, dict) else web.Response(body=answer, content_type=PROTOBUF)
 
     # ---- sessions
 
-    async def _config(self, request: web.Request) -> Answer:
-        return dict(_CONFIG)
+    async def client_config(self, request: web.Request) -> Answer:
+        off = (
+            "parallel_fwdbwd_chunks",
+            "proto_compress_fwdbwd",
+            "custom_loss_server_side",
+            "sample_use_retrieve_futures",
+        )
+        return dict.fromkeys((*off, "sample_join_sampling_session"), False)
 
-    async def _health(self, request: web.Request) -> Answer:
+    async def health(self, request: web.Request) -> Answer:
         return {"status": "ok"}
 
-    async def _telemetry(self, request: web.Request) -> Answer:
+    async def telemetry(self, request: web.Request) -> Answer:
         return {"status": "accepted"}
 
-    async def _capabilities(self, request: web.Request) -> Answer:
+    async def capabilities(self, request: web.Request) -> Answer:
         known = {"max_context_length": self._base.context, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": self._base.name, **known}]}
 
-    async def _create_session(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.Session)
+    async def create_session(self, request: web.Request) -> Answer:
         name = uuid.uuid4().hex
-        self._sessions[name] = _Session(body.tags, body.user_metadata)
+        self._sessions[name] = _Session((await _body(request, bodies.Session)).user_metadata)
         return {"type": "create_session", "session_id": name}
 
     def _session(self, name: str) -> _Session:
         if (found := self._sessions.get(name)) is None:
-            raise _Gone(f"session_id: {name!r:.80} has ended, or is of a service that was restarted; create another")
+            raise GoneError(
+                f"session_id: {name!r:.80} has ended, or is of a service that was restarted; create another"
+            )
         found.seen = time.monotonic()
         return found
 
-    async def _heartbeat(self, request: web.Request) -> Answer:
-        self._session(bodies.decode(await request.read(), bodies.OfSession).session_id)
+    async def session_heartbeat(self, request: web.Request) -> Answer:
+        self._session((await _body(request, bodies.OfSession)).session_id)
         return {"type": "session_heartbeat"}
 
-    async def _finish_session(self, request: web.Request) -> Answer:
-        await self._end_session(request.match_info["id"], "its session has ended")
+    async def finish_session(self, request: web.Request) -> Answer:
+        if (name := request.match_info["id"]) in self._sessions:
+            await self._end_session(name, "its session has ended")
         return {"status": "finished"}
 
     async def _end_session(self, name: str, reason: str) -> None:
-        if (session := self._sessions.pop(name, None)) is None:
-            return
+        session = self._sessions.pop(name)
         for model_id in session.models:
-            if (training := self._training.pop(model_id, None)) is not None:
-                training.turns.close(f"model_id: {model_id}: {reason}")
-                await self._compute(self._trainer.drop, training.model)
+            self._turns.pop(model_id).close(f"model_id: {model_id}: {reason}")
+            await self._compute(self._trainer.drop, self._models.pop(model_id))
         for sampler in session.samplers:
             await self._end_sampler(sampler)
 
     async def _end_sampler(self, name: str) -> None:
         found = self._sampling.pop(name, None)
-        if found is not None and found.unnamed and found.saved is not None:
-            await self._samplers.forget(found.saved)
-            await asyncio.to_thread(shutil.rmtree, found.saved.folder, ignore_errors=True)
+        if found is not None and found.path is None and found.saved is not None:
+            await self._forget(found.saved)
+
+    async def _forget(self, saved: Saved) -> None:
+        await self._samplers.forget(saved)
+        await asyncio.to_thread(self._checkpoints.remove, saved.path)
 
     async def sweep(self) -> None:
-        """End what nobody has used for long."""
+        """End what nobody has used for long; unsaved steps are saved first."""
         now = time.monotonic()
-        for name in [name for name, session in self._sessions.items() if now - session.seen > _GONE_SECONDS]:
-            logger.warning("session %s sent no heartbeat for %.0f s: its models are dropped", name, _GONE_SECONDS)
-            await self._end_session(name, f"its session sent no heartbeat for {_GONE_SECONDS:.0f} s")
+        for name in [name for name, session in self._sessions.items() if now - session.seen > _SESSION_SECONDS]:
+            told = f"its session sent no heartbeat for {_SESSION_SECONDS:.0f} s"
+            logger.warning("session %s ends: %s", name, told)
+            await self._save_unsaved(self._sessions[name].models)
+            await self._end_session(name, told)
         for name, sampler in list(self._sampling.items()):
-            if sampler.unnamed and now - sampler.used > _SNAPSHOT_SECONDS:
+            if now - sampler.used > _SNAPSHOT_SECONDS:
                 await self._end_sampler(name)
 
-    async def _list_sessions(self, request: web.Request) -> Answer:
+    async def _save_unsaved(self, models: list[str]) -> list[str]:
+        """Save the models that have made steps since their last checkpoints; return the paths."""
+        paths = {CheckpointPath(name, WEIGHTS_KIND, "unsaved"): self._models[name] for name in models}
+        unsaved = {path: model for path, model in paths.items() if model.steps > model.saved}
+        for path, model in unsaved.items():
+            await self._compute(self._checkpoints.save, path, model, self._trainer, overwrite=True)
+        return [str(path) for path in unsaved]
+
+    async def close(self) -> list[str]:
+        """Wait for the pass that is computed, and save what is not; return the paths."""
+        for model_id, turns in self._turns.items():
+            turns.close(f"model_id: {model_id}: the service is ending")
+        paths = await self._save_unsaved(list(self._models))
+        self._thread.shutdown()
+        return paths
+
+    async def list_sessions(self, request: web.Request) -> Answer:
         offset, limit = _page(request)
         return {"sessions": list(self._sessions)[offset : offset + limit]}
 
-    async def _session_info(self, request: web.Request) -> Answer:
+    async def describe_session(self, request: web.Request) -> Answer:
         if (session := self._sessions.get(request.match_info["id"])) is None:
-            raise _Missing(f"there is no session {request.match_info['id']!r:.80}")
+            raise MissingError(f"there is no session {request.match_info['id']!r:.80}")
         told = {"training_run_ids": session.models, "sampler_ids": session.samplers}
         return {**told, "user_metadata": session.metadata}
 
     # ---- models
 
-    def _check_base(self, name: str | None) -> None:
-        if name is not None and name not in self._base.names:
-            problem = f"base_model: got {name!r:.200}, and this service has {self._base.name!r}"
+    def _check(self, base_model: str | None, optimizer: bodies.Optimizer) -> None:
+        if base_model not in (None, self._base.name, *self._base.others):
+            problem = f"base_model: got {base_model!r:.200}, and this service has {self._base.name!r}"
             raise RequestError(f"{problem}; use that, or start the service with the other as model.path")
+        if optimizer.type != "adamw":
+            raise RequestError(f"optimizer: got {optimizer.type!r:.80}; this service has adamw")
 
-    async def _create_model(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.CreateModel)
-        config = body.lora_config or bodies.Lora()
+    async def create_model(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.CreateModel)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
 
         async def work() -> Answer:
-            self._check_base(body.base_model)
-            _check_optimizer(body.optimizer_config.type)
-            await self._begin(model_id, config, body.user_metadata, first=1)
+            self._check(body.base_model, body.optimizer_config)
+            await self._begin(model_id, body.lora_config, body.user_metadata)
             return {"type": "create_model", "model_id": model_id}
 
         self._session(body.session_id)
         return self._future((model_id, 0), work)
 
-    async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None, first: int) -> _Training:
-        session = self._session(model_id.partition(":")[0])
-        if len(self._training) + len(self._creating) >= _MOST_MODELS:
-            problem = f"the service has {_MOST_MODELS} models in training"
+    async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
+        """Create a model. Raises RequestError if there are too many, or the server does not serve such an adapter."""
+        if len(self._models) >= _MOST_MODELS:
+            problem = f"the service has {_MOST_MODELS} models in training, which is its limit"
             raise RequestError(f"{problem}; end a session that is not needed (ServiceClient.close)")
-        self._creating.add(model_id)
+        model = await self._compute(self._trainer.create, model_id.replace(":", "_"), config)
         try:
-            model = await self._compute(self._trainer.create, model_id.replace(":", "_"), config)
-            await asyncio.to_thread(self._checkpoints.begin, model_id, config, metadata)
-        finally:
-            self._creating.discard(model_id)
-        training = self._training[model_id] = _Training(model, Sequence(first))
-        session.models.append(model_id)
-        return training
+            await self._compute(self._checkpoints.begin, model_id, config, metadata)
+            # servers refuse adapters of some modules, as vLLM does those of a few heads
+            path = CheckpointPath(model_id, SAMPLER_KIND, "_new")
+            saved = await self._compute(self._checkpoints.save, path, model, self._trainer)
+            await self._samplers.prove(saved)
+            await self._forget(saved)
+            self._session(model_id.partition(":")[0]).models.append(model_id)
+        except BaseException:
+            await self._compute(self._trainer.drop, model)
+            raise
+        self._models[model_id], self._turns[model_id] = model, Turns()
+        return model
 
-    def _model(self, model_id: str) -> _Training:
-        if (found := self._training.get(model_id)) is None:
-            raise _Missing(f"model_id: {model_id!r:.120} is not in training here; create it, or load its weights")
+    def _model(self, model_id: str) -> Model:
+        if (found := self._models.get(model_id)) is None:
+            raise MissingError(f"model_id: {model_id!r:.120} is not in training here; create it, or load its weights")
         self._session(model_id.partition(":")[0])
         return found
 
-    async def _get_info(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.OfModel)
-        model, base = self._model(body.model_id).model, self._base
+    async def get_info(self, request: web.Request) -> Answer:
+        model_id, base = (await _body(request, bodies.OfModel)).model_id, self._base
+        rank = self._model(model_id).config.rank
         data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.folder}
-        told = {"type": "get_info", "model_id": body.model_id, "model_data": data, "model_name": base.name}
-        return {**told, "is_lora": True, "lora_rank": model.config.rank, "optimizer_config": {"type": "adamw"}}
-
-    def _future(self, key: tuple[str, int], work: Work, **further: Any) -> Answer:
-        return {"request_id": self._futures.begin(key, work), **further}
+        return {"model_id": model_id, "model_data": data, "model_name": base.name, "is_lora": True, "lora_rank": rank}
 
     def _in_turn(self, model_id: str, seq_id: int, work: Callable[[Model], Awaitable[Answer]]) -> Answer:
-        """Return the future of a model's request; the one of the first time, if it was sent before."""
-        training = self._model(model_id)
-        if self._futures.known((model_id, seq_id)) is None:
-            if training.turns.is_past(seq_id):
-                raise _Gone(f"seq_id: {seq_id} of {model_id} was answered long ago")
-            return self._future((model_id, seq_id), training.turns.take(seq_id, lambda: work(training.model)))
-        return self._future((model_id, seq_id), lambda: work(training.model))
+        """Return the future of a model's request; that of the first time, if it was sent before."""
+        key, model = (model_id, seq_id), self._model(model_id)
+        if (known := self._futures.known(key)) is not None:
+            return {"request_id": known}
+        return self._future(key, self._turns[model_id].wait_for(seq_id, lambda: work(model)))
 
-    async def _forward_backward(self, request: web.Request) -> Answer:
-        if request.content_type != PROTOBUF:
-            raise RequestError(f"Content-Type: got {request.content_type!r:.80}; send {PROTOBUF}, as SDKs since 0.25 do")
+    async def forward_backward(self, request: web.Request) -> Answer:
+        if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:
+            raise RequestError(f"Content-Type: got {kind!r:.80}; send {PROTOBUF} uncompressed, as SDKs since 0.25 do")
         body = PassRequest(await request.read())
-        return self._in_turn(body.model_id, body.seq_id, lambda model: self._compute(self._trainer.run_pass, model, body))
+        return self._in_turn(
+            body.model_id, body.seq_id, lambda model: self._compute(self._trainer.run_pass, model, body)
+        )
 
-    async def _optim_step(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.OptimStep)
+    async def optim_step(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.OptimStep)
 
         async def work(model: Model) -> Answer:
-            if body.optimizer_params is not None:
-                _check_optimizer(body.optimizer_params.type)
-            return await self._compute(self._trainer.step, model, body.adam_params or bodies.Adam())
+            self._check(None, body.optimizer_params)
+            return await self._compute(self._trainer.step, model, body.adam_params)
 
         return self._in_turn(body.model_id, body.seq_id, work)
 
     # ---- checkpoints
 
-    async def _save_weights(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.SaveWeights)
+    def _save(self, body: bodies.SaveWeights, model: Model, path: CheckpointPath) -> Awaitable[Saved]:
+        save = partial(self._checkpoints.save, path, model, self._trainer, body.ttl_seconds, body.user_metadata)
+        return self._compute(save, body.overwrite)
+
+    async def save_weights(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.SaveWeights)
         path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
 
         async def work(model: Model) -> Answer:
-            save = partial(self._checkpoints.save, path, model, self._trainer, body.ttl_seconds, body.user_metadata)
-            await self._compute(save, overwrite=body.overwrite)
+            await self._save(body, model, path)
             return {"type": "save_weights", "path": str(path)}
 
         return self._in_turn(body.model_id, body.seq_id, work)
 
-    async def _load_weights(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.LoadWeights)
-        creates = body.session_id is not None and body.model_seq_id is not None
-        if not creates and (body.model_id is None or body.seq_id is None):
-            raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
-        model_id = f"{body.session_id}:train:{body.model_seq_id}" if creates else str(body.model_id)
+    async def load_weights(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.LoadWeights)
 
-        async def load(model: Model | None) -> Answer:
-            self._check_base(body.base_model)
-            _check_optimizer("adamw" if body.optimizer_config is None else body.optimizer_config.type)
+        async def load(model_id: str, model: Model | None) -> Answer:
+            self._check(body.base_model, body.optimizer_config)
             saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.path))
             if body.optimizer and not saved.optimizer.is_file():
                 raise RequestError(f"optimizer: {body.path} has no optimizer's state; load a path of save_weights")
-            if model is None:
-                model = (await self._begin(model_id, saved.config, body.user_metadata, first=1)).model
-            state = saved.optimizer if body.optimizer else None
-            await self._compute(self._trainer.load, model, saved.adapter, state)
+            model = model or await self._begin(model_id, saved.config, body.user_metadata)
+            await self._compute(self._trainer.load, model, saved.adapter, saved.optimizer if body.optimizer else None)
             return {"type": "load_weights", "path": body.path, "model_id": model_id}
 
-        if creates:
-            self._session(str(body.session_id))
-            return self._future((model_id, 0), lambda: load(None))
-        return self._in_turn(model_id, body.seq_id or 0, load)
+        if (name := body.model_id) is not None and body.seq_id is not None:
+            return self._in_turn(name, body.seq_id, lambda model: load(name, model))
+        if body.session_id is None or body.model_seq_id is None:
+            raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
+        self._session(body.session_id)
+        created = f"{body.session_id}:train:{body.model_seq_id}"
+        return self._future((created, 0), lambda: load(created, None))
 
-    async def _save_for_sampler(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.SaveForSampler)
+    async def save_weights_for_sampler(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.SaveForSampler)
         number = body.sampling_session_seq_id
-        session = f"{body.model_id.partition(':')[0]}:sample:{number}"
-        name = body.path or (f"{body.seq_id:06d}" if number is None else f"unnamed-{number}")
+        # a name with _ is nobody's: the snapshot ends with its sampling session
+        name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
         path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
 
         async def work(model: Model) -> Answer:
             if body.kind != "snapshot":
                 raise RequestError(f"kind: got {body.kind!r:.80}; samplers are frozen here: use snapshot")
-            save = partial(self._checkpoints.save, path, model, self._trainer, body.ttl_seconds, body.user_metadata)
-            saved = await self._compute(save)
+            saved = await self._save(body, model, path)
             await self._samplers.prove(saved)
             if number is None:
                 return {"type": "save_weights_for_sampler", "path": str(path)}
-            self._add_sampler(session, _Sampler(saved, None, unnamed=body.path is None))
+            session = f"{body.model_id.partition(':')[0]}:sample:{number}"
+            self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
         return self._in_turn(body.model_id, body.seq_id, work)
 
-    async def _weights_info(self, request: web.Request) -> Answer:
-        path = CheckpointPath.of(bodies.decode(await request.read(), bodies.OfPath).tinker_path)
-        config = msgspec.to_builtins((await asyncio.to_thread(self._checkpoints.find, path)).config)
-        parts = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": self._base.name, "is_lora": True, "lora_rank": config["rank"], **parts}
+    async def weights_info(self, request: web.Request) -> Answer:
+        path = CheckpointPath.of((await _body(request, bodies.OfPath)).tinker_path)
+        config = (await asyncio.to_thread(self._checkpoints.find, path)).config
+        parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": self._base.name, "is_lora": True, "lora_rank": config.rank, **parts}
 
-    async def _list_runs(self, request: web.Request) -> Answer:
-        names = await asyncio.to_thread(lambda: list(self._checkpoints.models()))
+    async def list_runs(self, request: web.Request) -> Answer:
+        names = await asyncio.to_thread(self._checkpoints.models)
         offset, limit = _page(request)
         runs = [await asyncio.to_thread(self._checkpoints.describe, name) for name in names[offset : offset + limit]]
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(names)}}
 
-    async def _run(self, request: web.Request) -> Answer:
+    async def describe_run(self, request: web.Request) -> Answer:
         return await asyncio.to_thread(self._checkpoints.describe, request.match_info["id"])
 
-    async def _list_of_run(self, request: web.Request) -> Answer:
-        return {"checkpoints": await asyncio.to_thread(self._described, [request.match_info["id"]])}
+    async def list_checkpoints_of_run(self, request: web.Request) -> Answer:
+        return {"checkpoints": await asyncio.to_thread(self._checkpoints.described, [request.match_info["id"]])}
 
-    async def _list_checkpoints(self, request: web.Request) -> Answer:
-        found = await asyncio.to_thread(lambda: self._described(list(self._checkpoints.models())))
+    async def list_checkpoints(self, request: web.Request) -> Answer:
+        found = await asyncio.to_thread(self._checkpoints.described)
         offset, limit = _page(request)
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    def _described(self, models: list[str]) -> list[dict[str, Any]]:
-        known = self._checkpoints.models()
-        return [saved.describe() for model in models if model in known for saved in self._checkpoints.of_model(model)]
-
-    async def _delete(self, request: web.Request) -> web.Response:
+    async def delete_checkpoint(self, request: web.Request) -> web.Response:
         await asyncio.to_thread(self._checkpoints.remove, _path_in(request))
         return web.Response(status=204)
 
-    async def _ttl(self, request: web.Request) -> web.Response:
-        ttl = bodies.decode(await request.read(), bodies.Lifetime).ttl_seconds
+    async def set_lifetime(self, request: web.Request) -> web.Response:
+        ttl = (await _body(request, bodies.Lifetime)).ttl_seconds
         await asyncio.to_thread(self._checkpoints.set_lifetime, _path_in(request), ttl)
         return web.Response(status=204)
 
@@ -418,79 +410,49 @@ class Service:
         if self._sampling.setdefault(name, sampler) is sampler:
             session.samplers.append(name)
 
-    async def _create_sampler(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.CreateSampler)
-        self._check_base(body.base_model)
+    async def create_sampling_session(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.CreateSampler)
+        self._check(body.base_model, bodies.Optimizer())
         name, saved = f"{body.session_id}:sample:{body.sampling_session_seq_id}", None
-        if name not in self._sampling:
-            if body.model_path is not None:
-                saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.model_path))
-            elif body.base_model is None:
-                raise RequestError("base_model: missing; give it, or a model_path")
-            self._add_sampler(name, _Sampler(saved, body.model_path))
+        if body.model_path is not None:
+            saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.model_path))
+        elif body.base_model is None:
+            raise RequestError("base_model: missing; give it, or a model_path")
+        self._add_sampler(name, _Sampler(saved, body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _sampler_of(self, name: str | None) -> _Sampler:
-        if (found := self._sampling.get(name or "")) is None:
-            raise _Missing(f"sampling_session_id: {name!r:.120} is not here, or its snapshot was unused for long; save again")
+    def _sampler(self, name: str) -> _Sampler:
+        if (found := self._sampling.get(name)) is None:
+            raise MissingError(f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again")
         found.used = time.monotonic()
         return found
 
-    async def _sampler(self, request: web.Request) -> Answer:
-        found = self._sampler_of(request.match_info["id"])
-        return {"sampler_id": request.match_info["id"], "base_model": self._base.name, "model_path": found.path}
+    async def describe_sampler(self, request: web.Request) -> Answer:
+        name = request.match_info["id"]
+        return {"sampler_id": name, "base_model": self._base.name, "model_path": self._sampler(name).path}
 
-    async def _asample(self, request: web.Request) -> Answer:
-        body = bodies.decode(await request.read(), bodies.Asample)
-        if body.sampling_session_id is None or body.seq_id is None:
-            raise RequestError("sampling_session_id: missing; give it with a seq_id, as SDKs since 0.38 do")
-        sampler = self._sampler_of(body.sampling_session_id)
-        key = body.sampling_session_id, body.seq_id
+    async def asample(self, request: web.Request) -> Answer:
+        body = await _body(request, bodies.Asample)
+        sampler, key = self._sampler(body.sampling_session_id), (body.sampling_session_id, body.seq_id)
         names = [f"{key[0]}:{key[1]}:{number}" for number in range(body.num_samples)]
         return self._future(key, lambda: self._samplers.sample(sampler.saved, body), sample_sequence_ids=names)
 
-    async def _retrieve(self, request: web.Request) -> Answer | web.Response:
-        name = bodies.decode(await request.read(), bodies.Retrieve).request_id
-        if (future := self._futures.get(name)) is None:
-            raise _Gone(f"request_id: {name!r:.120} is unknown, or was answered long ago")
-        try:
-            async with asyncio.timeout(_POLL_SECONDS):
-                await future.done.wait()
-        except TimeoutError:
-            return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
-        answer = future.answer
-        return answer if isinstance(answer, dict) else web.Response(body=answer, content_type=PROTOBUF)
+
+async def _body(request: web.Request, kind: type[bodies.Kind]) -> bodies.Kind:
+    return bodies.decode(await request.read(), kind)
 
 
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-def _check_optimizer(kind: str) -> None:
-    if kind != "adamw":
-        raise RequestError(f"optimizer: got {kind!r:.80}; this service has adamw")
-
-
 def _page(request: web.Request) -> tuple[int, int]:
     given = [request.query.get("offset", "0"), request.query.get("limit", "20")]
     if not all(value.isdecimal() and len(value) < 10 for value in given):
         raise RequestError(f"offset and limit: got {given}; give whole numbers")
-    offset, limit = map(int, given)
-    return offset, min(limit, 1000)
+    return int(given[0]), min(int(given[1]), 1000)
 
 
 def _path_in(request: web.Request) -> CheckpointPath:
     parts = request.match_info
     return CheckpointPath.of(f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}")
-
-
-async def listen(application: web.Application, listener: socket.socket) -> web.AppRunner:
-    """Begin to answer requests; `cleanup` of the result ends it."""
-    log_few(logging.getLogger("aiohttp.server"))
-    runner = web.AppRunner(application, access_log=None, keepalive_timeout=HEADER_SECONDS, auto_decompress=False)
-    await runner.setup()
-    assert runner.server is not None
-    limit = ConnectionLimit(most_connections())
-    loop = asyncio.get_running_loop()
-    await loop.create_server(partial(limit.admit, runner.server), sock=listener, backlog=1024)  # type: ignore[arg-type]
-    return runner

@@ -1,9 +1,9 @@
-"""Models in training: each is an adapter of the Learner's network, with an optimizer and pending gradients of its own.
+"""Models in training: each is an adapter on the Learner's network, with an optimizer and pending gradients of its own.
 
 Everything here computes, and runs on one thread, one request at a time."""
 
-import logging
 import random
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.tinker.bodies import Adam, Lora
-from agentfactory.tinker.losses import LOSSES, REFUSED, Loss, named
+from agentfactory.tinker.losses import LOSSES, REFUSED, Loss
 from agentfactory.tinker.messages import Datum, PassRequest, RequestError, pass_result
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
 from agentfactory.trainers.networks import lora
@@ -27,58 +27,65 @@ from agentfactory.trainers.update.optimizer import clip_gradients
 if TYPE_CHECKING:
     from peft import PeftModel
 
-logger = logging.getLogger(__name__)
-
 ALPHA = 32
-"""The adapters' outputs are scaled by alpha / rank; the API has no field for it, and its authors write 32."""
-OPTIMIZER = "optimizer.safetensors"
-_LARGEST_ID = 1 << 24
-"""Labels travel as float32, which is exact below."""
+"""The adapters' outputs are scaled by alpha / rank. The API has no field for it; its authors write 32."""
 
 
 class Model:
-    """A model in training; `fault` is the reason why its pending gradients are incomplete."""
+    """A model in training. `fault` is the reason why its pending gradients are incomplete; `saved` is the number of
+    steps that its newest checkpoint has."""
 
     def __init__(self, adapter: str, config: Lora, weights: dict[str, nn.Parameter]) -> None:
         self.adapter, self.config, self.weights = adapter, config, weights
         self.optimizer = torch.optim.AdamW(weights.values(), fused=True)
         self.fault: str | None = None
-        self.steps = 0
+        self.steps = self.saved = 0
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """Return the weights by names without the adapter's."""
+        return {name.replace(f".{self.adapter}", ""): weight for name, weight in self.weights.items()}
 
 
 class Trainer:
     """The models on one base, by a Learner, whose own adapter stays untrained."""
 
     def __init__(self, learner: Learner, canary: Canary, largest_rank: int) -> None:
-        self._learner = learner
+        self._learner, self._canary, self._largest_rank = learner, canary, largest_rank
         self._policy = learner.policy
         self._peft: PeftModel = learner.policy.model  # type: ignore[assignment]
-        self._canary = canary
-        self._largest_rank = largest_rank
         self._modules = _modules(learner.policy.network)
-        self._vocabulary = lora.table_of(learner.policy.network.get_output_embeddings()).shape[0]
+        self.vocabulary = lora.table_of(learner.policy.network.get_output_embeddings()).shape[0]
 
     def create(self, name: str, config: Lora) -> Model:
-        """Add a model: an adapter named `name`, determined by the seed. Raises RequestError."""
+        """Add a model: an adapter called `name`, determined by the seed. Raises RequestError."""
         from peft import LoraConfig
 
         if config.rank > self._largest_rank:
             problem = f"lora_config.rank: got {config.rank}, and this service takes {self._largest_rank} at most"
             raise RequestError(f"{problem}; lower it, or start the service with model.lora.rank={config.rank}")
-        modules = [name for part, names in self._modules.items() if getattr(config, part) for name in names]
+        modules = [module for part, found in self._modules.items() if getattr(config, part) for module in found]
         if not modules:
             raise RequestError("lora_config: train_attn, train_mlp and train_unembed leave no module; set one of them")
         adapter = LoraConfig(r=config.rank, lora_alpha=ALPHA, target_modules=modules, task_type="CAUSAL_LM")
         torch.manual_seed(random.randrange(2**31) if config.seed is None else config.seed % 2**63)
-        self._peft.add_adapter(name, adapter)
-        # peft freezes all adapters but the one in use
-        for key, weight in self._peft.named_parameters():
-            if "lora_" in key:
-                weight.requires_grad_(True)
+        with warnings.catch_warnings():
+            # a tied head gets its own factors, which is what train_unembed means
+            warnings.simplefilter("ignore", UserWarning)
+            self._peft.add_adapter(name, adapter)
+        self._thaw()
         return Model(name, config, lora.trained_weights(self._peft, name))
 
     def drop(self, model: Model) -> None:
+        # peft would choose another adapter in place of one in use
+        lora.use_adapter(self._peft, lora.POLICY_ADAPTER)
         self._peft.delete_adapter(model.adapter)
+        self._thaw()
+
+    def _thaw(self) -> None:
+        """Undo that peft freezes all adapters but the one in use."""
+        for name, weight in self._peft.named_parameters():
+            if ".lora_" in name:
+                weight.requires_grad_(True)
 
     # ---- passes and steps
 
@@ -94,7 +101,8 @@ class Trainer:
     def _run_pass(self, model: Model, request: PassRequest) -> bytes:
         loss, options = _loss_of(request)
         data = request.data()
-        several = max((datum.inputs["target_tokens"].shape[1:] for datum in data if _has_targets(datum)), default=())
+        shapes = [datum.inputs["target_tokens"].shape if "target_tokens" in datum.inputs else () for datum in data]
+        several = max((shape[1] for shape in shapes if len(shape) > 1), default=None)
         rows = [self._row(number, datum, loss, several) for number, datum in enumerate(data)]
         found: list[dict[str, Targets]] = []
 
@@ -106,46 +114,46 @@ class Trainer:
             batch = self._learner.deal(rows, normaliser=1.0)
             total = sum(float(part.loss) for part in self._learner.forward_backward(batch, terms))
         by_row = self._learner.by_row(batch, found)
-        shapes = [datum.inputs["target_tokens"].shape for datum in data]
         logprobs = [by_row[number]["logprobs"] for number in range(len(data))]
-        cut = [own[:, : shape[1]] if len(shape) > 1 else own for own, shape in zip(logprobs, shapes, strict=True)]
-        return pass_result(cut, {"loss:sum": total})
+        if several is not None:
+            logprobs = [
+                made[:, : shape[1]] if len(shape) > 1 else made[:, 0]
+                for made, shape in zip(logprobs, shapes, strict=True)
+            ]
+        return pass_result(logprobs, {"loss:sum": total})
 
-    def _row(self, number: int, datum: Datum, loss: Loss, several: tuple[int, ...]) -> TrainingRow:
-        """Return a datum as a row whose labels are its targets. Raises RequestError."""
+    def _row(self, number: int, datum: Datum, loss: Loss, several: int | None) -> TrainingRow:
+        """Return a datum as a row whose labels are its targets, `several` of them per token. Raises RequestError."""
         where, count = f"data[{number}].loss_fn_inputs", len(datum.ids)
         if not count:
             raise RequestError(f"data[{number}].model_input: has no token; give at least one")
-        if unknown := sorted(datum.inputs.keys() - loss.inputs.keys() - {"target_tokens"}):
-            takes = ", ".join(["target_tokens", *loss.inputs])
-            raise RequestError(f"{where}.{unknown[0]}: this loss does not read it; give {takes}")
-        if not _has_targets(datum):
-            raise RequestError(f"{where}.target_tokens: missing; give one id, or several, per token of model_input")
+        takes = {"target_tokens": None, **loss.inputs}
+        for name in [*takes, *sorted(datum.inputs)]:
+            if name not in takes:
+                raise RequestError(f"{where}.{name}: this loss does not read it; give {', '.join(takes)}")
+            if name not in datum.inputs and takes[name] is None:
+                raise RequestError(f"{where}.{name}: missing; give one entry per token of model_input")
         labels = datum.inputs["target_tokens"]
         if labels.ndim > 1 and loss is not LOSSES["cross_entropy"]:
-            raise RequestError(f"{where}.target_tokens: has shape {list(labels.shape)}; only cross_entropy takes several")
-        streams = {"labels": labels}
-        for name, default in loss.inputs.items():
-            if name not in datum.inputs and default is None:
-                raise RequestError(f"{where}.{name}: missing; give one number per token")
-            streams[name] = datum.inputs.get(name, np.full(labels.shape, default))
+            raise RequestError(
+                f"{where}.target_tokens: got {labels.shape[1]} per token; only cross_entropy takes several"
+            )
+        streams = {name: datum.inputs.get(name, np.full(labels.shape, default)) for name, default in takes.items()}
         for name, values in streams.items():
-            place = f"{where}.{'target_tokens' if name == 'labels' else name}"
             if values.shape != labels.shape or len(values) != count:
-                shapes = f"{list(values.shape)} for {count} tokens and target_tokens of {list(labels.shape)}"
-                raise RequestError(f"{place}: has shape {shapes}; give one entry per token of model_input")
+                problem = f"has shape {list(values.shape)}, for {count} tokens and targets of {list(labels.shape)}"
+                raise RequestError(f"{where}.{name}: {problem}; give one entry per token of model_input")
             if not np.isfinite(values).all():
-                raise RequestError(f"{place}: has values that are not finite; look for a division by 0")
+                raise RequestError(f"{where}.{name}: has values that are not finite; look for a division by 0")
         for place, ids in (("model_input", datum.ids), ("loss_fn_inputs.target_tokens", labels)):
-            if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= self._vocabulary:
-                problem = f"data[{number}].{place}: has ids outside of the model's 0 to {self._vocabulary - 1}"
+            if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= self.vocabulary:
+                problem = f"data[{number}].{place}: has other values than ids from 0 to {self.vocabulary - 1}"
                 raise RequestError(f"{problem}; use the tokenizer of get_info")
-        if several and labels.ndim == 1:
-            streams = {name: values[:, None] for name, values in streams.items()}
-        if several:
-            # a label without weight
-            wide = ((0, 0), (0, several[0] - next(iter(streams.values())).shape[1]))
-            streams = {name: np.pad(values, wide) for name, values in streams.items()}
+        if several is not None:
+            # further labels have no weight
+            blocks = {name: values.reshape(count, -1) for name, values in streams.items()}
+            streams = {name: np.pad(block, ((0, 0), (0, several - block.shape[1]))) for name, block in blocks.items()}
+        streams["labels"] = streams.pop("target_tokens")
         # the position after the last token is never computed
         return TrainingRow(np.append(datum.ids, 0), np.arange(1, count + 1), streams)
 
@@ -156,7 +164,7 @@ class Trainer:
                 model.fault = None
                 fix = "its gradients are dropped: send all passes of this step again"
                 raise RequestError(f"no step was made, because a pass before it failed ({fault}); {fix}")
-            most, whose = settings.grad_clip_norm or float("inf"), f"adapter {model.adapter}"
+            most, whose = settings.grad_clip_norm or float("inf"), "model"
             norm = clip_gradients(self._learner.accelerator, model.weights.values(), most, whose)
             for group in model.optimizer.param_groups:
                 group.update(lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps)
@@ -175,33 +183,26 @@ class Trainer:
             return self._policy.save_adapter(folder, self._policy.gather())
 
     def save_optimizer(self, model: Model, file: Path) -> None:
-        state = {
-            f"{slot}/{_bare(name, model)}": value.contiguous()
-            for name, weight in model.weights.items()
-            for slot, value in model.optimizer.state.get(weight, {}).items()
-        }
-        save_file({**state, "steps": torch.tensor(model.steps)}, file)
+        states = {name: model.optimizer.state.get(weight, {}) for name, weight in model.by_name().items()}
+        slots = {f"{slot}/{name}": value for name, state in states.items() for slot, value in state.items()}
+        save_file({**slots, "steps": torch.tensor(model.steps)}, file)
 
     @torch.no_grad()
     def load(self, model: Model, folder: Path, optimizer: Path | None) -> None:
         """Load an adapter and, if given, the optimizer's state, and drop pending gradients. Raises RequestError."""
-        own = lora.weights_of(self._peft, model.adapter)
-        saved = load_file(folder / WEIGHTS)
+        own, saved = lora.weights_of(self._peft, model.adapter), load_file(folder / WEIGHTS)
         if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
-            raise RequestError(f"path: {folder} is an adapter of another shape or base; load one of this service's model")
+            raise RequestError("path: is an adapter of another shape; load it as a new model")
         for name, value in own.items():
             value.copy_(saved[name])
         model.fault = None
         model.optimizer = torch.optim.AdamW(model.weights.values(), fused=True)
         if optimizer is not None:
-            state = load_file(optimizer)
-            model.steps = int(state.pop("steps"))
-            by_name = {_bare(name, model): weight for name, weight in model.weights.items()}
+            state, weights = load_file(optimizer), model.by_name()
+            model.steps = model.saved = int(state.pop("steps"))
             for key, value in state.items():
                 slot, _, name = key.partition("/")
-                weight = by_name[name]
-                # torch keeps the number of steps on the weights' device where it is fused
-                model.optimizer.state[weight][slot] = value.to(weight.device)
+                model.optimizer.state[weights[name]][slot] = value.to(weights[name].device)
 
     def scores(self, model: Model) -> Scores:
         """Return the canary's log-probabilities, by which a server proves that it has this adapter."""
@@ -209,24 +210,18 @@ class Trainer:
             return self._canary.trainer_scores(self._policy)
 
 
-def _bare(name: str, model: Model) -> str:
-    return name.replace(f".{model.adapter}", "")
-
-
-def _has_targets(datum: Datum) -> bool:
-    return "target_tokens" in datum.inputs
-
-
-def _loss_of(request: PassRequest) -> tuple[Loss, dict[str, Any]]:
-    """Return a request's loss and its options. Raises RequestError."""
+def _loss_of(request: PassRequest) -> tuple[Loss, dict[str, float]]:
+    """Return a request's loss and its options, by parameter. Raises RequestError."""
     if (loss := LOSSES.get(request.loss)) is None:
         reason = REFUSED.get(request.loss, f"use one of {', '.join(LOSSES)}")
         raise RequestError(f"loss_fn: got {request.loss!r:.100}: {reason}")
-    given = request.options()
-    if unknown := sorted(given.keys() - loss.options.keys()):
-        takes = f"it takes {', '.join(loss.options)}" if loss.options else "it takes none"
-        raise RequestError(f"loss_fn_config.{unknown[0]}: {request.loss} has no such option; {takes}")
-    return loss, named({**loss.options, **given})
+    options = dict(loss.options.values())
+    for name, value in request.options().items():
+        if name not in loss.options:
+            takes = ", ".join(loss.options) or "none"
+            raise RequestError(f"loss_fn_config.{name:.100}: {request.loss} has no such option; it takes {takes}")
+        options[loss.options[name][0]] = value
+    return loss, options
 
 
 def _modules(network: Any) -> Mapping[str, list[str]]:
@@ -237,12 +232,9 @@ def _modules(network: Any) -> Mapping[str, list[str]]:
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and ".lora_" not in name:
             whole = name.removesuffix(".base_layer")
-            if module is head or getattr(head, "base_layer", None) is module:
-                found["train_unembed"].append(whole)
-            elif module in decoder:
-                is_attention = any("attn" in part or "attention" in part for part in whole.lower().split("."))
+            is_attention = any("attn" in part or "attention" in part for part in whole.lower().split("."))
+            if module in decoder:
                 found["train_attn" if is_attention else "train_mlp"].append(whole)
+            elif module is getattr(head, "base_layer", head):
+                found["train_unembed"].append(whole)
     return found
-
-
-

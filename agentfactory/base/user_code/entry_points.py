@@ -15,7 +15,7 @@ SOURCES = "agentfactory.sources"
 COMMANDS = "agentfactory.commands"
 """Group of modules, each a command: `ABOUT`, `EXAMPLES`, `add_options(parser)` and `run(options, say)`."""
 SERVICES = "agentfactory.services"
-"""Group of modules for `serve --as NAME`: `check(recipe)`, and `serve` as in agentfactory/tinker/serve.py."""
+"""Group of modules for `serve --as NAME`: `prepared` and `serve`, as in agentfactory/tinker/serve.py."""
 
 
 @cache

@@ -32,7 +32,8 @@ class TrainingRow:
     `targets` are positions in `token_ids`, ascending and at least 1. `streams` have one value per target: always
     `behaviour` (the server's log-probability), `advantage`, `weight` and `mixed` (1 if the token's cached context may
     be from older weights, see trajectory.Span, else 0), and others as the algorithm needs them. `labels` are ids to
-    score in place of the row's own, one or several per target. `images` are those before the last target, in order. `in_context` has the same targets after a teacher's prompt, which is longer."""
+    score in place of the row's own, one or several per target. `images` are those before the last target, in order.
+    `in_context` has the same targets after a teacher's prompt, which is longer."""
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]

@@ -172,9 +172,7 @@ def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
 # ---- files
 
 
-def save_adapter(
-    model: "PeftModel", folder: Path, state: Mapping[str, Tensor], adapter: str = POLICY_ADAPTER
-) -> Path:
+def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor], adapter: str = POLICY_ADAPTER) -> Path:
     """Write `state`, a gathered adapter, to `folder` in peft's format; return its file. Raises DiskError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS

@@ -63,13 +63,14 @@ class PromptScore(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence to continue, and the tokens sampled so far. `stop` are the tokens that end it, `watch` its stop
-    strings, `stop_string` the matched one. `temperature` 0 is greedy. With `top_k`, only as many tokens can be sampled
-    (0: all), with `top_p` the likeliest that have this share. `logprobs` are those of the sampled tokens after bias,
-    temperature (at 0, unscaled) and these limits, `candidate_logprobs` those of `candidates` at each sampled token. Each image
-    token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same `cache_salt`
-    share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of each prompt
-    token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is called once,
-    when `finish_reason` ("stop", "length", "abort" or "error") is set. Those with a lower `priority` begin first."""
+    strings, `stop_string` the matched one. `temperature` 0 is greedy. Only the `top_k` (0: all) likeliest tokens can be
+    sampled, and of these the likeliest with the share `top_p`. `logprobs` are those of the sampled tokens after bias,
+    temperature (at 0, unscaled) and these limits, `candidate_logprobs` those of `candidates` at each sampled token.
+    Each image token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same
+    `cache_salt` share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of
+    each prompt token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is
+    called once, when `finish_reason` ("stop", "length", "abort" or "error") is set. Those with a lower `priority` begin
+    first."""
 
     prompt: np.ndarray
     max_tokens: int
