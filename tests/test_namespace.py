@@ -195,7 +195,7 @@ def test_the_core_names_no_world() -> None:
 
 
 EXTENSIONS = {
-    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor")},
+    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor", "tinker")},
     "gateway": ("rollout.gateway",),
     "sglang": ("rollout.inference.sglang",),
     # also the tools and rewards that run models' code
