@@ -1,4 +1,4 @@
-"""JSON bodies of the Tinker API, as the SDK 0.38 sends them. A field that is not listed is refused by its name."""
+"""JSON bodies of the Tinker API, as the SDK 0.38 sends them. What would change a result is refused if it is unknown."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -21,27 +21,29 @@ Metadata = dict[str, Any]
 _MOST_METADATA = 1 << 14
 
 
-class Part(Struct, forbid_unknown_fields=True):
-    """A body, or an object in one."""
+class Short(Struct):
+    """Bodies of one field, of which a request has its own; and sessions, whose other fields change nothing."""
+
+    session_id: str = ""
+    model_id: str = ""
+    request_id: str = ""
+    tinker_path: str = ""
+    ttl_seconds: AtLeastOne | None = None
+    user_metadata: Metadata | None = None
 
 
-class Body(Part):
+class Turn(Struct):
+    """What gives a request its place among those of its model."""
+
+    model_id: str
+    seq_id: Count
+
+
+class Body(Struct, forbid_unknown_fields=True):
     type: str | None = None
 
 
-class Session(Body):
-    tags: list[str] = []
-    user_metadata: Metadata | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-class OfSession(Body, kw_only=True):
-    session_id: Name
-
-
-class Lora(Part):
+class Lora(Body):
     rank: AtLeastOne = 32
     seed: int | None = None
     train_unembed: bool = True
@@ -53,7 +55,8 @@ class Optimizer(Struct):
     type: str = "adamw"
 
 
-class CreateModel(OfSession, kw_only=True):
+class CreateModel(Body, kw_only=True):
+    session_id: Name
     model_seq_id: Count
     base_model: str
     user_metadata: Metadata | None = None
@@ -61,11 +64,7 @@ class CreateModel(OfSession, kw_only=True):
     optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
-class OfModel(Body, kw_only=True):
-    model_id: ModelId
-
-
-class Adam(Part):
+class Adam(Body):
     """Settings of one step; grad_clip_norm 0 is no limit."""
 
     learning_rate: NotNegative = 1e-4
@@ -76,13 +75,15 @@ class Adam(Part):
     grad_clip_norm: NotNegative = 0.0
 
 
-class OptimStep(OfModel, kw_only=True):
+class OptimStep(Body, kw_only=True):
+    model_id: ModelId
     seq_id: Count
     adam_params: Adam = msgspec.field(default_factory=Adam)
     optimizer_params: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
-class SaveWeights(OfModel, kw_only=True):
+class SaveWeights(Body, kw_only=True):
+    model_id: ModelId
     seq_id: Count
     path: Name | None = None
     ttl_seconds: AtLeastOne | None = None
@@ -90,7 +91,7 @@ class SaveWeights(OfModel, kw_only=True):
     overwrite: bool = False
 
 
-class SaveForSampler(SaveWeights, kw_only=True):
+class SaveForSampler(SaveWeights):
     sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
 
@@ -108,7 +109,8 @@ class LoadWeights(Body, kw_only=True):
     weights_access_token: str | None = None
 
 
-class CreateSampler(OfSession, kw_only=True):
+class CreateSampler(Body, kw_only=True):
+    session_id: Name
     sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
@@ -123,7 +125,7 @@ class Prompt(Struct):
     chunks: list[Chunk]
 
 
-class Sampling(Part):
+class Sampling(Body):
     max_tokens: AtLeastOne | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
@@ -149,20 +151,7 @@ class Asample(Body, kw_only=True):
     record_stability_info: bool | None = None
 
 
-class Retrieve(Body, kw_only=True):
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class OfPath(Body, kw_only=True):
-    tinker_path: str
-
-
-class Lifetime(Body):
-    ttl_seconds: AtLeastOne | None = None
-
-
-Kind = TypeVar("Kind", bound=Body)
+Kind = TypeVar("Kind", bound=Struct)
 
 
 def decode(content: bytes, kind: type[Kind]) -> Kind:

@@ -3,7 +3,6 @@
 A model's folder has model.json, and below `weights` and `sampler_weights` a folder per checkpoint: checkpoint.json, the
 adapter in peft's format in a folder whose name ends with its digest, the canary's scores, and the optimizer's state."""
 
-import json
 import re
 import shutil
 import time
@@ -19,15 +18,36 @@ import numpy as np
 from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import write_whole
 from agentfactory.tinker.bodies import MODEL_ID, NAME, Lora, Metadata
-from agentfactory.tinker.messages import MissingError, RequestError
+from agentfactory.tinker.messages import RequestError
 from agentfactory.tinker.training import Model, Trainer
 from agentfactory.trainers.checkpoints import checkpoint_folder
 from agentfactory.trainers.sync.canary_verdict import Scores
 
 WEIGHTS_KIND, SAMPLER_KIND = "weights", "sampler_weights"
-_TYPES = {WEIGHTS_KIND: "training", SAMPLER_KIND: "sampler"}
 _PATH = re.compile(rf"tinker://({MODEL_ID})/({WEIGHTS_KIND}|{SAMPLER_KIND})/({NAME})")
 _INFO, _RUN, _SCORES, _OPTIMIZER = "checkpoint.json", "model.json", "scores.npy", "optimizer.safetensors"
+_LIFETIME = "expires_at"
+"""A file with the time when the checkpoint expires; without it, it never does."""
+
+
+class Info(msgspec.Struct):
+    """What is known of a model, or of a checkpoint, whose `adapter` is then the name of a folder."""
+
+    model_id: str
+    base_model: str
+    lora: Lora
+    user_metadata: Metadata | None
+    time: float = msgspec.field(default_factory=time.time)
+    steps: int = 0
+    adapter: str = ""
+
+    @classmethod
+    def read(cls, file: Path, within: Path) -> "Info":
+        """Raises OSError or ValueError."""
+        return msgspec.convert(untrusted_files.read_json(file, within), cls)
+
+    def write(self, file: Path) -> None:
+        write_whole(file, msgspec.json.format(msgspec.json.encode(self), indent=2))
 
 
 class CheckpointPath(NamedTuple):
@@ -52,16 +72,14 @@ class Saved:
     """A checkpoint on disk. Raises OSError or ValueError if it cannot be read."""
 
     def __init__(self, path: CheckpointPath, folder: Path) -> None:
-        self.path, self.folder = path, folder
-        self.info: dict[str, Any] = untrusted_files.read_json(folder / _INFO, folder)
-        self.config = msgspec.convert(self.info["lora"], Lora)
-        self.adapter = folder.resolve() / str(self.info["adapter"])
-        """Its name ends with its digest."""
-        self.optimizer = folder / _OPTIMIZER
+        self.path, self.folder, self.info = path, folder, Info.read(folder / _INFO, folder)
+        self.adapter, self.optimizer = folder.resolve() / self.info.adapter, folder / _OPTIMIZER
+        lifetime = folder / _LIFETIME
+        self.expires_at = float(untrusted_files.read_file(lifetime, 64, folder)) if lifetime.exists() else None
 
     @property
     def is_expired(self) -> bool:
-        return float(self.info["expires_at"] or "inf") <= time.time()
+        return self.expires_at is not None and self.expires_at <= time.time()
 
     def scores(self) -> Scores:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
@@ -71,12 +89,12 @@ class Saved:
         sizes = [(self.folder / name).stat().st_size for name in checkpoint_folder.files_of(self.folder)]
         return {
             "checkpoint_id": f"{self.path.kind}/{self.path.name}",
-            "checkpoint_type": _TYPES[self.path.kind],
-            "time": _date(self.info["time"]),
+            "checkpoint_type": "training" if self.path.kind == WEIGHTS_KIND else "sampler",
+            "time": _date(self.info.time),
             "tinker_path": str(self.path),
             "size_bytes": sum(sizes),
-            "user_metadata": self.info["user_metadata"],
-            "expires_at": self.info["expires_at"] and _date(self.info["expires_at"]),
+            "user_metadata": self.info.user_metadata,
+            "expires_at": self.expires_at and _date(self.expires_at),
         }
 
 
@@ -96,10 +114,8 @@ class Checkpoints:
 
     def begin(self, model_id: str, config: Lora, metadata: Metadata | None) -> None:
         """Note a new model."""
-        told = {"model_id": model_id, "base_model": self._base_model, "lora": msgspec.to_builtins(config)}
         self._of_model(model_id).mkdir(parents=True, exist_ok=True)
-        told |= {"time": time.time(), "user_metadata": metadata}
-        write_whole(self._of_model(model_id) / _RUN, json.dumps(told, indent=2).encode())
+        Info(model_id, self._base_model, config, metadata).write(self._of_model(model_id) / _RUN)
 
     def save(
         self,
@@ -114,17 +130,17 @@ class Checkpoints:
         folder = self._of(path)
         if folder.exists() and not overwrite:
             raise RequestError(f"path: {path} exists; choose another name, or set overwrite")
-        info = {"base_model": self._base_model, "lora": msgspec.to_builtins(model.config), "steps": model.steps}
-        info |= {"time": time.time(), "user_metadata": metadata, "expires_at": ttl and time.time() + ttl}
+        info = Info(path.model_id, self._base_model, model.config, metadata, steps=model.steps)
         passing = folder.with_name(f".{path.name}.whole")
         with checkpoint_folder.written_aside(passing) as aside:
             content = checkpoint_folder.digest(trainer.save(model, aside / "adapter"))
-            info["adapter"] = f"adapter-{content[:16]}"
-            (aside / "adapter").rename(aside / info["adapter"])
+            info.adapter = f"adapter-{content[:16]}"
+            (aside / "adapter").rename(aside / info.adapter)
             if path.kind == WEIGHTS_KIND:
                 trainer.save_optimizer(model, aside / _OPTIMIZER)
             np.save(aside / _SCORES, trainer.scores(model))
-            (aside / _INFO).write_text(json.dumps(info, indent=2), encoding="utf-8")
+            info.write(aside / _INFO)
+        _set_lifetime(passing, ttl)
         if folder.exists():
             _remove(folder)
         passing.rename(folder)
@@ -136,53 +152,45 @@ class Checkpoints:
         """Raises RequestError if there is no such checkpoint of this base, or it is damaged or expired."""
         folder = self._of(path)
         if not folder.is_dir():
-            raise MissingError(f"path: there is no {path}")
+            raise RequestError(f"path: there is no {path}", 404)
         try:
             checkpoint_folder.verify(folder)
             saved = Saved(path, folder)
-        except (checkpoint_folder.DamagedCheckpointError, OSError, ValueError, LookupError) as error:
+        except (checkpoint_folder.DamagedCheckpointError, OSError, ValueError) as error:
             raise RequestError(f"path: {path} cannot be read: {error}") from error
-        if (base := saved.info["base_model"]) != self._base_model:
+        if (base := saved.info.base_model) != self._base_model:
             problem = f"path: {path} is of {base!r:.200}, and this service has {self._base_model}"
             raise RequestError(f"{problem}; start the service with that model")
         if saved.is_expired:
-            raise MissingError(f"path: {path} has expired; it was saved with a ttl")
+            raise RequestError(f"path: {path} has expired; it was saved with a ttl", 404)
         return saved
 
     def remove(self, path: CheckpointPath) -> None:
         _remove(self.find(path).folder)
 
     def set_lifetime(self, path: CheckpointPath, ttl: int | None) -> None:
-        saved = self.find(path)
-        file, digests = saved.folder / _INFO, saved.folder / checkpoint_folder.DIGESTS
-        write_whole(file, json.dumps({**saved.info, "expires_at": ttl and time.time() + ttl}, indent=2).encode())
-        known = {**untrusted_files.read_json(digests, saved.folder), _INFO: checkpoint_folder.digest(file)}
-        write_whole(digests, json.dumps(known, indent=2).encode())
+        _set_lifetime(self.find(path).folder, ttl)
 
     # ---- listings
 
-    def models(self) -> list[str]:
-        """Return the ids of all models, the newest first."""
-        return sorted(self._runs(), key=lambda model_id: -self._runs()[model_id]["time"])
-
-    def _runs(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+    def models(self) -> dict[str, Info]:
+        """Return what is known of all models by their ids, the newest first."""
+        found: list[Info] = []
         for file in self._folder.glob(f"*/{_RUN}"):
-            with suppress(OSError, ValueError, LookupError):
-                told: dict[str, Any] = untrusted_files.read_json(file, self._folder)
-                found[told["model_id"]] = told
-        return found
+            with suppress(OSError, ValueError):
+                found.append(Info.read(file, self._folder))
+        return {info.model_id: info for info in sorted(found, key=lambda info: -info.time)}
 
-    def described(self, models: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the checkpoints of `models` (None: of all) as the API lists them, the oldest first."""
-        found = [saved for model_id in models or self.models() for saved in self._all(model_id)]
-        return [saved.describe() for saved in sorted(found, key=lambda saved: float(saved.info["time"]))]
+    def described(self, models: list[str]) -> list[dict[str, Any]]:
+        """Return the checkpoints of `models` as the API lists them, the oldest first."""
+        found = [saved for model_id in models for saved in self._all(model_id)]
+        return [saved.describe() for saved in sorted(found, key=lambda saved: saved.info.time)]
 
     def _all(self, model_id: str) -> Iterator[Saved]:
         """Yield a model's checkpoints, and remove expired ones."""
         if re.fullmatch(MODEL_ID, model_id):
             for folder in self._of_model(model_id).glob("*weights/[!._]*"):
-                with suppress(OSError, ValueError, LookupError):
+                with suppress(OSError, ValueError):
                     saved = Saved(CheckpointPath(model_id, folder.parent.name, folder.name), folder)
                     if not saved.is_expired:
                         yield saved
@@ -190,21 +198,28 @@ class Checkpoints:
                         _remove(folder)
 
     def describe(self, model_id: str) -> dict[str, Any]:
-        """Return a model as the API lists it. Raises MissingError if it is unknown."""
-        if (told := self._runs().get(model_id)) is None:
-            raise MissingError(f"there is no training run {model_id!r:.120}")
+        """Return a model as the API lists it. Raises RequestError if it is unknown."""
+        if (info := self.models().get(model_id)) is None:
+            raise RequestError(f"there is no training run {model_id!r:.120}", 404)
         last = {saved["checkpoint_type"]: saved for saved in self.described([model_id])}
         return {
             "training_run_id": model_id,
-            "base_model": told["base_model"],
+            "base_model": info.base_model,
             "model_owner": "you",
             "is_lora": True,
-            "lora_rank": told["lora"]["rank"],
-            "last_request_time": max([_date(told["time"]), *(saved["time"] for saved in last.values())]),
+            "lora_rank": info.lora.rank,
+            "last_request_time": max([_date(info.time), *(saved["time"] for saved in last.values())]),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": told["user_metadata"],
+            "user_metadata": info.user_metadata,
         }
+
+
+def _set_lifetime(folder: Path, ttl: int | None) -> None:
+    if ttl is None:
+        (folder / _LIFETIME).unlink(missing_ok=True)
+    else:
+        write_whole(folder / _LIFETIME, str(time.time() + ttl).encode())
 
 
 def _remove(folder: Path) -> None:

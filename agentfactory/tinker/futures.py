@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.http_transport import InferenceError
-from agentfactory.tinker.messages import GoneError, RequestError
+from agentfactory.tinker.messages import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +20,19 @@ Work = Callable[[], Awaitable[Answer]]
 Key = tuple[str, int]
 """A model or a sampling session, and a request's number in it."""
 
-_MOST_BYTES = 1 << 28
-_KEPT_SECONDS = 1800.0
+_MOST_BYTES, _KEPT_SECONDS = 1 << 28, 1800.0
 _MOST_WAITING = 4096
 """Requests of a model that arrive before those with lower numbers."""
 _USERS_FAULTS = (RequestError, SettingError, InferenceError, FloatingPointError)
 
 
 class Future:
-    """A request's answer, once `done` is set; then `seconds` is the time when it was set."""
+    """A request's answer of `size` bytes, once `done` is set; then `seconds` is the time when it was set."""
 
     def __init__(self, name: str) -> None:
         self.name, self.done = name, asyncio.Event()
         self.answer: Answer = {}
-        self.seconds = 0.0
-
-    @property
-    def size(self) -> int:
-        return len(self.answer) if isinstance(self.answer, bytes) else 1024
+        self.seconds = self.size = 0.0
 
 
 class Futures:
@@ -47,7 +42,7 @@ class Futures:
         self._by_name: dict[str, Future] = {}
         self._by_key: dict[Key, str] = {}
         self._kept: OrderedDict[Key, Future] = OrderedDict()
-        self._bytes = self._begun = 0
+        self._bytes, self._begun = 0.0, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def known(self, key: Key) -> str | None:
@@ -55,9 +50,9 @@ class Futures:
         return self._by_key.get(key)
 
     def get(self, name: str) -> Future:
-        """Raises GoneError if there is no such future."""
+        """Raises RequestError if there is no such future."""
         if (found := self._by_name.get(name)) is None:
-            raise GoneError(f"request_id: {name!r:.120} is unknown, or was answered long ago")
+            raise RequestError(f"request_id: {name!r:.120} is unknown, or was answered long ago", 410)
         return found
 
     def begin(self, key: Key, work: Work) -> str:
@@ -80,6 +75,7 @@ class Futures:
         except Exception as error:  # boundary: a request must not end the service
             logger.exception("%s failed", future.name)
             future.answer = {"error": f"{type(error).__name__}: {error}", "category": "server"}
+        future.size = len(future.answer) if isinstance(future.answer, bytes) else 1024
         future.seconds = time.monotonic()
         future.done.set()
         self._kept[key] = future
@@ -99,9 +95,9 @@ class Turns:
         self._closed: str | None = None
 
     def wait_for(self, number: int, work: Work) -> Work:
-        """Return `work` at its turn. Raises GoneError if that has passed, RequestError if too many wait."""
+        """Return `work` at its turn. Raises RequestError if that has passed, or too many wait."""
         if number < self._next:
-            raise GoneError(f"seq_id: {number} was answered long ago")
+            raise RequestError(f"seq_id: {number} was answered long ago", 410)
         if len(self._waiting) >= _MOST_WAITING:
             raise RequestError(
                 f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others; send that first"

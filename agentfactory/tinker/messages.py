@@ -5,9 +5,8 @@ pool of its own, because a program that imports the SDK has the same names in th
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -17,6 +16,9 @@ from jaxtyping import Float, Int
 PROTOBUF = "application/x-protobuf"
 _MOST_VALUES = 1 << 26
 """Values of one datum's tensor; a sparse one takes few bytes for many zeros."""
+_FLOAT32 = 1
+_TYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8")}
+"""DType of the SDK's tensors -> type of their bytes."""
 _UNDEFINED = (0, -99999.0)
 """Token and log-probability where top-k lists have none."""
 
@@ -24,35 +26,21 @@ _pool = descriptor_pool.DescriptorPool()
 _pool.Add(descriptor_pb2.FileDescriptorProto.FromString(files(__package__).joinpath("tinker_public.desc").read_bytes()))
 
 
-def _message(name: str) -> Any:
+def message(name: str) -> Any:
+    """Return the class of a message."""
     return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"tinker_public.{name}"))
 
 
-_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
-"""Number of a DType -> type of its bytes; bfloat16 is the upper half of a float32."""
-_FLOAT32, _BFLOAT16 = 1, 4
-
-
 class RequestError(Exception):
-    """A request that cannot be carried out as it is; the message names the field and the fix."""
+    """A request that cannot be carried out as it is; the text names the field and the fix. `status`: 404 for an id that
+    the service does not know, 410 for what was there once."""
 
-    status = 400
-
-
-class MissingError(RequestError):
-    """An id that the service does not know."""
-
-    status = 404
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
 
 
-class GoneError(RequestError):
-    """Something that was there, or is of a service that was restarted."""
-
-    status = 410
-
-
-@dataclass(frozen=True)
-class Datum:
+class Datum(NamedTuple):
     """Input ids, and by name what the loss reads for each: arrays of shape [N] or [N, K]."""
 
     ids: Int[np.ndarray, "tokens"]
@@ -65,7 +53,7 @@ class PassRequest:
     def __init__(self, body: bytes) -> None:
         """Raises RequestError if `body` is no such message."""
         try:
-            self._message = _message("ForwardBackwardRequest").FromString(body)
+            self._message = message("ForwardBackwardRequest").FromString(body)
         except DecodeError as error:
             raise RequestError(f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
         self.model_id: str = self._message.model_id
@@ -90,62 +78,55 @@ class PassRequest:
         return [_datum(number, datum) for number, datum in enumerate(self._message.data)]
 
 
-def _datum(number: int, message: Any) -> Datum:
-    parts = []
-    for chunk in message.model_input:
+def _datum(number: int, told: Any) -> Datum:
+    parts, inputs = [np.empty(0, "<i4")], {}
+    for chunk in told.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise RequestError(f"data[{number}].model_input: got a chunk {kind}; this service takes text only")
         if len(chunk.encoded_text.tokens) % 4:
             raise RequestError(f"data[{number}].model_input: its tokens are not 4 bytes each")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
-    inputs = {}
-    for name, tensor in message.loss_fn_inputs.items():
+    for name, tensor in told.loss_fn_inputs.items():
         try:
             inputs[name] = _array(tensor)
         except ValueError as error:
             raise RequestError(f"data[{number}].loss_fn_inputs.{name}: {error}") from error
-    return Datum(np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64), inputs)
+    return Datum(np.concatenate(parts).astype(np.int64), inputs)
 
 
 def _array(tensor: Any) -> np.ndarray:
     """Return a tensor as a dense array. Raises ValueError."""
     kind, shape = _TYPES.get(tensor.dtype), [int(size) for size in tensor.shape]
     if kind is None:
-        raise ValueError(f"its dtype {tensor.dtype} is unknown")
+        raise ValueError(f"its dtype is {tensor.dtype}; send float32 or int64")
     if len(shape) not in (1, 2) or min(shape) < 0 or math.prod(shape) > _MOST_VALUES:
         raise ValueError(f"its shape is {shape}; give [N] or [N, K], at most {_MOST_VALUES:,} values")
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        csr = tensor.sparse_csr
-        values = _widened(np.frombuffer(csr.values, kind), tensor.dtype)
-        starts, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
-        found = np.zeros(shape, values.dtype)
-        fits = len(shape) == 2 and len(starts) == shape[0] + 1 and len(values) == len(columns) and starts[0] == 0
-        fits = fits and starts[-1] == len(columns) and bool((np.diff(starts) >= 0).all())
-        if not fits or (len(columns) and not (columns.min() >= 0 and columns.max() < shape[1])):
-            raise ValueError(f"its sparse rows do not fit the shape {shape}")
-        found[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
-        return found
-    if len(tensor.dense) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{len(tensor.dense)} bytes are not the values of shape {shape}")
-    return _widened(np.frombuffer(tensor.dense, kind), tensor.dtype).reshape(shape)
-
-
-def _widened(values: np.ndarray, dtype: int) -> np.ndarray:
-    return (values.astype("<u4") << 16).view("<f4") if dtype == _BFLOAT16 else values
+    if tensor.WhichOneof("encoding") != "sparse_csr":
+        return np.frombuffer(tensor.dense, kind).reshape(shape)
+    csr, found = tensor.sparse_csr, np.zeros(shape, kind)
+    values, starts, columns = (
+        np.frombuffer(part, of)
+        for part, of in ((csr.values, kind), (csr.crow_indices, "<i8"), (csr.col_indices, "<i8"))
+    )
+    counts = np.diff(starts, prepend=0)
+    fits = len(shape) == 2 and len(starts) == shape[0] + 1 and len(values) == len(columns) == starts[-1]
+    if not (fits and counts[0] == 0 and (counts >= 0).all() and (columns >= 0).all() and (columns < shape[-1]).all()):
+        raise ValueError(f"its sparse rows do not fit the shape {shape}")
+    found[np.repeat(np.arange(shape[0]), counts[1:]), columns] = values
+    return found
 
 
 def pass_result(logprobs: Sequence[Float[np.ndarray, "tokens *several"]], metrics: Mapping[str, float]) -> bytes:
     """Return a pass's answer: the log-probabilities of each datum's targets, and metrics as `name:reduction`, by which
     clients combine the chunks of one call."""
     arrays = [np.ascontiguousarray(array, "<f4") for array in logprobs]
-    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
-    joined = _message("BatchedTensor")(
+    joined = message("BatchedTensor")(
         data=b"".join(array.tobytes() for array in arrays),
-        offsets=offsets.tobytes(),
+        offsets=np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes(),
         dtype=_FLOAT32,
         trailing_shape=arrays[0].shape[1:],
     )
-    result = _message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    result = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     result.loss_fn_outputs.add(num_datums=len(arrays)).fields["logprobs"].CopyFrom(joined)
     return bytes(result.SerializeToString())
 
@@ -159,23 +140,18 @@ def sample_result(
 ) -> bytes:
     """Return the answer to a request for samples: (ids, log-probabilities, cut by a limit). `prompt` has its scores, if
     asked for, with `top_k` likely tokens."""
-    result = _message("SampleResponse")()
+    result = message("SampleResponse")()
     for token_ids, logprobs, cut in samples:
-        result.sequences.add(
-            stop_reason=int(cut),  # STOP_REASON_STOP is 0, STOP_REASON_LENGTH 1
-            tokens=np.asarray(token_ids, "<i4").tobytes(),
-            logprobs=np.asarray(logprobs, "<f4").tobytes(),
-        )
+        # STOP_REASON_STOP is 0, STOP_REASON_LENGTH 1
+        own = {"tokens": np.asarray(token_ids, "<i4").tobytes(), "logprobs": np.asarray(logprobs, "<f4").tobytes()}
+        result.sequences.add(stop_reason=int(cut), **own)
     if prompt is not None:
-        own = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]
-        result.prompt_logprobs = np.asarray(own, "<f4").tobytes()
+        first = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]
+        result.prompt_logprobs = np.asarray(first, "<f4").tobytes()
     if prompt is not None and top_k:
-        listed = []
-        for scores in prompt:
-            best = sorted((scores or {}).items(), key=lambda pair: -pair[1])[:top_k]
-            listed.append([*best, *[_UNDEFINED] * (top_k - len(best))])
+        best = [sorted((scores or {}).items(), key=lambda pair: -pair[1])[:top_k] for scores in prompt]
+        listed = np.asarray([[*row, *[_UNDEFINED] * (top_k - len(row))] for row in best])
         table = result.topk_prompt_logprobs
         table.k, table.length = top_k, len(listed)
-        table.token_ids = np.asarray([[token for token, _ in row] for row in listed], "<i4").tobytes()
-        table.logprobs = np.asarray([[logprob for _, logprob in row] for row in listed], "<f4").tobytes()
+        table.token_ids, table.logprobs = listed[..., 0].astype("<i4").tobytes(), listed[..., 1].astype("<f4").tobytes()
     return bytes(result.SerializeToString())

@@ -14,7 +14,7 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
 from agentfactory.tinker.bodies import Asample, Sampling
 from agentfactory.tinker.checkpoints import Saved
-from agentfactory.tinker.messages import MissingError, PromptScores, RequestError, sample_result
+from agentfactory.tinker.messages import PromptScores, RequestError, sample_result
 from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.sync import adapter_sync
 from agentfactory.trainers.sync.canary import Canary
@@ -71,7 +71,7 @@ class Samplers:
     def _load(self, saved: Saved) -> str:
         file = saved.adapter / WEIGHTS
         if not file.is_file():
-            raise MissingError(f"model_path: {saved.path} was deleted; save it again")
+            raise RequestError(f"model_path: {saved.path} was deleted; save it again", 404)
         self._number += 1
         name = f"{saved.path.model_id}-{saved.path.name}-{self._number}"
         adapter_sync.load(self._server, name, saved.adapter)

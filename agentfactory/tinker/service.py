@@ -20,7 +20,7 @@ from aiohttp import web
 from agentfactory.tinker import bodies
 from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved
 from agentfactory.tinker.futures import Answer, Futures, Turns, Work
-from agentfactory.tinker.messages import PROTOBUF, GoneError, MissingError, PassRequest, RequestError
+from agentfactory.tinker.messages import PROTOBUF, PassRequest, RequestError
 from agentfactory.tinker.samplers import Samplers
 from agentfactory.tinker.training import Model, Trainer
 
@@ -53,8 +53,9 @@ _POLL_SECONDS = 25.0
 """Time until a poll without an answer ends; the SDK's own timeout is 45 s."""
 _MOST_BYTES = 1 << 26
 _MOST_MODELS = 16
-_SESSION_SECONDS, _SNAPSHOT_SECONDS = 900.0, 1800.0
-"""Time without a heartbeat after which a session ends, and without a request after which a nameless snapshot does."""
+_SESSION_SECONDS, _SILENT_SECONDS, _SNAPSHOT_SECONDS = 900.0, 120.0, 1800.0
+"""Time without a heartbeat after which a session ends; the same while a new model finds no room; and time without a
+request after which a nameless snapshot ends."""
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Service:
         return {"request_id": self._futures.begin(key, work), **further}
 
     async def retrieve_future(self, request: web.Request) -> Answer | web.Response:
-        future = self._futures.get((await _body(request, bodies.Retrieve)).request_id)
+        future = self._futures.get((await _body(request, bodies.Short)).request_id)
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 await future.done.wait()
@@ -142,13 +143,9 @@ class Service:
     # ---- sessions
 
     async def client_config(self, request: web.Request) -> Answer:
-        off = (
-            "parallel_fwdbwd_chunks",
-            "proto_compress_fwdbwd",
-            "custom_loss_server_side",
-            "sample_use_retrieve_futures",
-        )
-        return dict.fromkeys((*off, "sample_join_sampling_session"), False)
+        # what the SDK then does by itself, or not at all
+        off = "parallel_fwdbwd_chunks", "proto_compress_fwdbwd", "custom_loss_server_side"
+        return dict.fromkeys((*off, "sample_use_retrieve_futures", "sample_join_sampling_session"), False)
 
     async def health(self, request: web.Request) -> Answer:
         return {"status": "ok"}
@@ -162,19 +159,17 @@ class Service:
 
     async def create_session(self, request: web.Request) -> Answer:
         name = uuid.uuid4().hex
-        self._sessions[name] = _Session((await _body(request, bodies.Session)).user_metadata)
+        self._sessions[name] = _Session((await _body(request, bodies.Short)).user_metadata)
         return {"type": "create_session", "session_id": name}
 
     def _session(self, name: str) -> _Session:
         if (found := self._sessions.get(name)) is None:
-            raise GoneError(
-                f"session_id: {name!r:.80} has ended, or is of a service that was restarted; create another"
-            )
+            raise RequestError(f"session_id: {name!r:.80} has ended, or its service was restarted; create another", 410)
         found.seen = time.monotonic()
         return found
 
     async def session_heartbeat(self, request: web.Request) -> Answer:
-        self._session((await _body(request, bodies.OfSession)).session_id)
+        self._session((await _body(request, bodies.Short)).session_id)
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, request: web.Request) -> Answer:
@@ -199,17 +194,16 @@ class Service:
         await self._samplers.forget(saved)
         await asyncio.to_thread(self._checkpoints.remove, saved.path)
 
-    async def sweep(self) -> None:
-        """End what nobody has used for long; unsaved steps are saved first."""
+    async def sweep(self, silent: float = _SESSION_SECONDS) -> None:
+        """End sessions without a heartbeat for `silent` seconds, and unused snapshots; first save unsaved steps."""
         now = time.monotonic()
-        for name in [name for name, session in self._sessions.items() if now - session.seen > _SESSION_SECONDS]:
-            told = f"its session sent no heartbeat for {_SESSION_SECONDS:.0f} s"
+        for name in [name for name, session in self._sessions.items() if now - session.seen > silent]:
+            told = f"its session sent no heartbeat for {silent:.0f} s"
             logger.warning("session %s ends: %s", name, told)
             await self._save_unsaved(self._sessions[name].models)
             await self._end_session(name, told)
-        for name, sampler in list(self._sampling.items()):
-            if now - sampler.used > _SNAPSHOT_SECONDS:
-                await self._end_sampler(name)
+        for name in [name for name, sampler in self._sampling.items() if now - sampler.used > _SNAPSHOT_SECONDS]:
+            await self._end_sampler(name)
 
     async def _save_unsaved(self, models: list[str]) -> list[str]:
         """Save the models that have made steps since their last checkpoints; return the paths."""
@@ -228,12 +222,11 @@ class Service:
         return paths
 
     async def list_sessions(self, request: web.Request) -> Answer:
-        offset, limit = _page(request)
-        return {"sessions": list(self._sessions)[offset : offset + limit]}
+        return {"sessions": _page(request, list(self._sessions))[0]}
 
     async def describe_session(self, request: web.Request) -> Answer:
         if (session := self._sessions.get(request.match_info["id"])) is None:
-            raise MissingError(f"there is no session {request.match_info['id']!r:.80}")
+            raise RequestError(f"there is no session {request.match_info['id']!r:.80}", 404)
         told = {"training_run_ids": session.models, "sampler_ids": session.samplers}
         return {**told, "user_metadata": session.metadata}
 
@@ -261,6 +254,8 @@ class Service:
     async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
         """Create a model. Raises RequestError if there are too many, or the server does not serve such an adapter."""
         if len(self._models) >= _MOST_MODELS:
+            await self.sweep(_SILENT_SECONDS)
+        if len(self._models) >= _MOST_MODELS:
             problem = f"the service has {_MOST_MODELS} models in training, which is its limit"
             raise RequestError(f"{problem}; end a session that is not needed (ServiceClient.close)")
         model = await self._compute(self._trainer.create, model_id.replace(":", "_"), config)
@@ -280,39 +275,47 @@ class Service:
 
     def _model(self, model_id: str) -> Model:
         if (found := self._models.get(model_id)) is None:
-            raise MissingError(f"model_id: {model_id!r:.120} is not in training here; create it, or load its weights")
+            told = f"model_id: {model_id!r:.120} is not in training here; create it, or load its weights"
+            raise RequestError(told, 404)
         self._session(model_id.partition(":")[0])
         return found
 
     async def get_info(self, request: web.Request) -> Answer:
-        model_id, base = (await _body(request, bodies.OfModel)).model_id, self._base
+        model_id, base = (await _body(request, bodies.Short)).model_id, self._base
         rank = self._model(model_id).config.rank
         data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.folder}
         return {"model_id": model_id, "model_data": data, "model_name": base.name, "is_lora": True, "lora_rank": rank}
 
-    def _in_turn(self, model_id: str, seq_id: int, work: Callable[[Model], Awaitable[Answer]]) -> Answer:
+    def _in_turn(self, turn: bodies.Turn | PassRequest, work: Callable[[Model], Awaitable[Answer]]) -> Answer:
         """Return the future of a model's request; that of the first time, if it was sent before."""
-        key, model = (model_id, seq_id), self._model(model_id)
+        key, model = (turn.model_id, turn.seq_id), self._model(turn.model_id)
         if (known := self._futures.known(key)) is not None:
             return {"request_id": known}
-        return self._future(key, self._turns[model_id].wait_for(seq_id, lambda: work(model)))
+        return self._future(key, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
+
+    async def _json_in_turn(
+        self, request: web.Request, kind: type[bodies.Kind], work: Callable[[Model, bodies.Kind], Awaitable[Answer]]
+    ) -> Answer:
+        """The same for JSON. A wrong body takes its turn, too: those after it would wait for ever."""
+        content = await request.read()
+
+        async def decoded(model: Model) -> Answer:
+            return await work(model, bodies.decode(content, kind))
+
+        return self._in_turn(bodies.decode(content, bodies.Turn), decoded)
 
     async def forward_backward(self, request: web.Request) -> Answer:
         if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:
             raise RequestError(f"Content-Type: got {kind!r:.80}; send {PROTOBUF} uncompressed, as SDKs since 0.25 do")
         body = PassRequest(await request.read())
-        return self._in_turn(
-            body.model_id, body.seq_id, lambda model: self._compute(self._trainer.run_pass, model, body)
-        )
+        return self._in_turn(body, lambda model: self._compute(self._trainer.run_pass, model, body))
 
     async def optim_step(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.OptimStep)
-
-        async def work(model: Model) -> Answer:
+        async def work(model: Model, body: bodies.OptimStep) -> Answer:
             self._check(None, body.optimizer_params)
             return await self._compute(self._trainer.step, model, body.adam_params)
 
-        return self._in_turn(body.model_id, body.seq_id, work)
+        return await self._json_in_turn(request, bodies.OptimStep, work)
 
     # ---- checkpoints
 
@@ -321,45 +324,40 @@ class Service:
         return self._compute(save, body.overwrite)
 
     async def save_weights(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.SaveWeights)
-        path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
-
-        async def work(model: Model) -> Answer:
+        async def work(model: Model, body: bodies.SaveWeights) -> Answer:
+            path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
             await self._save(body, model, path)
             return {"type": "save_weights", "path": str(path)}
 
-        return self._in_turn(body.model_id, body.seq_id, work)
+        return await self._json_in_turn(request, bodies.SaveWeights, work)
 
     async def load_weights(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.LoadWeights)
-
-        async def load(model_id: str, model: Model | None) -> Answer:
+        async def load(model: Model | None, body: bodies.LoadWeights, model_id: str) -> Answer:
             self._check(body.base_model, body.optimizer_config)
             saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.path))
             if body.optimizer and not saved.optimizer.is_file():
                 raise RequestError(f"optimizer: {body.path} has no optimizer's state; load a path of save_weights")
-            model = model or await self._begin(model_id, saved.config, body.user_metadata)
+            model = model or await self._begin(model_id, saved.info.lora, body.user_metadata)
             await self._compute(self._trainer.load, model, saved.adapter, saved.optimizer if body.optimizer else None)
             return {"type": "load_weights", "path": body.path, "model_id": model_id}
 
-        if (name := body.model_id) is not None and body.seq_id is not None:
-            return self._in_turn(name, body.seq_id, lambda model: load(name, model))
+        if name := (await _body(request, bodies.Short)).model_id:
+            return await self._json_in_turn(request, bodies.LoadWeights, partial(load, model_id=name))
+        body = await _body(request, bodies.LoadWeights)
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
         self._session(body.session_id)
         created = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._future((created, 0), lambda: load(created, None))
+        return self._future((created, 0), partial(load, None, body, created))
 
     async def save_weights_for_sampler(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.SaveForSampler)
-        number = body.sampling_session_seq_id
-        # a name with _ is nobody's: the snapshot ends with its sampling session
-        name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
-        path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
-
-        async def work(model: Model) -> Answer:
+        async def work(model: Model, body: bodies.SaveForSampler) -> Answer:
             if body.kind != "snapshot":
                 raise RequestError(f"kind: got {body.kind!r:.80}; samplers are frozen here: use snapshot")
+            number = body.sampling_session_seq_id
+            # a name with _ is nobody's: the snapshot ends with its sampling session
+            name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
+            path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
             saved = await self._save(body, model, path)
             await self._samplers.prove(saved)
             if number is None:
@@ -368,19 +366,18 @@ class Service:
             self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
-        return self._in_turn(body.model_id, body.seq_id, work)
+        return await self._json_in_turn(request, bodies.SaveForSampler, work)
 
     async def weights_info(self, request: web.Request) -> Answer:
-        path = CheckpointPath.of((await _body(request, bodies.OfPath)).tinker_path)
-        config = (await asyncio.to_thread(self._checkpoints.find, path)).config
+        path = CheckpointPath.of((await _body(request, bodies.Short)).tinker_path)
+        config = (await asyncio.to_thread(self._checkpoints.find, path)).info.lora
         parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self._base.name, "is_lora": True, "lora_rank": config.rank, **parts}
 
     async def list_runs(self, request: web.Request) -> Answer:
-        names = await asyncio.to_thread(self._checkpoints.models)
-        offset, limit = _page(request)
-        runs = [await asyncio.to_thread(self._checkpoints.describe, name) for name in names[offset : offset + limit]]
-        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(names)}}
+        names, cursor = _page(request, list(await asyncio.to_thread(self._checkpoints.models)))
+        runs = [await asyncio.to_thread(self._checkpoints.describe, name) for name in names]
+        return {"training_runs": runs, "cursor": cursor}
 
     async def describe_run(self, request: web.Request) -> Answer:
         return await asyncio.to_thread(self._checkpoints.describe, request.match_info["id"])
@@ -389,17 +386,16 @@ class Service:
         return {"checkpoints": await asyncio.to_thread(self._checkpoints.described, [request.match_info["id"]])}
 
     async def list_checkpoints(self, request: web.Request) -> Answer:
-        found = await asyncio.to_thread(self._checkpoints.described)
-        offset, limit = _page(request)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
+        models = list(await asyncio.to_thread(self._checkpoints.models))
+        found, cursor = _page(request, await asyncio.to_thread(self._checkpoints.described, models))
+        return {"checkpoints": found, "cursor": cursor}
 
     async def delete_checkpoint(self, request: web.Request) -> web.Response:
         await asyncio.to_thread(self._checkpoints.remove, _path_in(request))
         return web.Response(status=204)
 
     async def set_lifetime(self, request: web.Request) -> web.Response:
-        ttl = (await _body(request, bodies.Lifetime)).ttl_seconds
+        ttl = (await _body(request, bodies.Short)).ttl_seconds
         await asyncio.to_thread(self._checkpoints.set_lifetime, _path_in(request), ttl)
         return web.Response(status=204)
 
@@ -423,7 +419,9 @@ class Service:
 
     def _sampler(self, name: str) -> _Sampler:
         if (found := self._sampling.get(name)) is None:
-            raise MissingError(f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again")
+            raise RequestError(
+                f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again", 404
+            )
         found.used = time.monotonic()
         return found
 
@@ -446,11 +444,13 @@ def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-def _page(request: web.Request) -> tuple[int, int]:
+def _page(request: web.Request, found: list[Result]) -> tuple[list[Result], dict[str, int]]:
+    """Return the asked part of a list, and the API's note of where it lies."""
     given = [request.query.get("offset", "0"), request.query.get("limit", "20")]
     if not all(value.isdecimal() and len(value) < 10 for value in given):
         raise RequestError(f"offset and limit: got {given}; give whole numbers")
-    return int(given[0]), min(int(given[1]), 1000)
+    offset, limit = int(given[0]), min(int(given[1]), 1000)
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
 def _path_in(request: web.Request) -> CheckpointPath:

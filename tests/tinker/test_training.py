@@ -12,7 +12,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from agentfactory.tinker.bodies import Adam, Lora
-from agentfactory.tinker.messages import PassRequest, RequestError, _message
+from agentfactory.tinker.messages import PassRequest, RequestError, message
 from agentfactory.tinker.training import ALPHA, Model, Trainer
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.update.learner import Learner
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.numbers
 RANK = 3
 BOUNDS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
 OPTIONS: dict[str, dict[str, float]] = {
-    **dict.fromkeys(("cross_entropy", "importance_sampling"), {}),
+    "cross_entropy": {},
+    "importance_sampling": {},
     **dict.fromkeys(("ppo", "cispo", "gspo"), BOUNDS),
     "dro": {"beta": 0.3},
 }
@@ -32,27 +33,27 @@ Data = list[tuple[list[int], dict[str, Any]]]
 
 
 def request(loss: str, data: Data, options: dict[str, float] | None = None, forward_only: bool = False) -> PassRequest:
-    message = _message("ForwardBackwardRequest")(loss_fn=loss, forward_only=forward_only, model_id="m", seq_id=1)
+    told = message("ForwardBackwardRequest")(loss_fn=loss, forward_only=forward_only, model_id="m", seq_id=1)
     for name, value in (options or {}).items():
-        message.loss_fn_config_v2[name].number = value
+        told.loss_fn_config_v2[name].number = value
     for ids, inputs in data:
-        datum = message.data.add()
+        datum = told.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(ids, "<i4").tobytes()
         for name, values in inputs.items():
             kind, number = _TYPES[np.asarray(values).dtype.kind]
             tensor = datum.loss_fn_inputs[name]
             tensor.dense, tensor.dtype = np.asarray(values, kind).tobytes(), number
             tensor.shape.extend(np.shape(values))
-    return PassRequest(message.SerializeToString())
+    return PassRequest(told.SerializeToString())
 
 
 def result_of(answer: bytes) -> tuple[float, list[np.ndarray]]:
     """Return the loss, and each datum's log-probabilities."""
-    message = _message("ForwardBackwardOutput").FromString(answer)
-    tensor = message.loss_fn_outputs[0].fields["logprobs"]
+    told = message("ForwardBackwardOutput").FromString(answer)
+    tensor = told.loss_fn_outputs[0].fields["logprobs"]
     offsets, shape = np.frombuffer(tensor.offsets, "<i8") // 4, list(tensor.trailing_shape)
     parts = np.split(np.frombuffer(tensor.data, "<f4"), offsets[1:-1])
-    return message.metrics["loss:sum"], [part.reshape(-1, *shape) for part in parts]
+    return told.metrics["loss:sum"], [part.reshape(-1, *shape) for part in parts]
 
 
 def make_trainer(recipe: Any) -> Trainer:

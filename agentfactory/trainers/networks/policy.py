@@ -136,8 +136,8 @@ class Policy(Backbone):
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-    policy's dtype), or those of the adapter in use under their peft names. All processes read them before the next
-    update."""
+        policy's dtype), or those of the adapter in use under their peft names. All processes read them before the next
+        update."""
         if has_adapter(self.model):
             return Weights(lora.adapter_weights(self.model, self._adapter).items())
         untied: dict[int, tuple[str, Tensor]] = {}
