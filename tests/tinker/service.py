@@ -1,0 +1,99 @@
+"""`agentfactory serve RECIPE --as tinker` as a process, and programs of the real SDK that call it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.server_process import only_loopback
+from tests.tinker.offline_hub import BASE
+from tests.waiting import wait_for
+
+PYTHON = os.environ.get("AGENTFACTORY_TINKER_PYTHON", "")
+"""A Python that has the SDK and the cookbook, set by `make test-tinker`."""
+
+CLIENTS = Path(__file__).parent / "clients"
+
+
+class Service:
+    """A service on the base model of `hub`, whose output is `folder`/output and stays when it ends."""
+
+    def __init__(self, hub: Path, folder: Path) -> None:
+        self.hub, self.log = hub, folder / "service.log"
+        recipe = {
+            "model": {"path": str(hub / BASE), "dtype": "float32", "lora": {"rank": 32}},
+            "server": {"engine": "embedded"},
+            "output": str(folder / "output"),
+        }
+        (folder / "tinker.yaml").write_text(yaml.safe_dump(recipe))
+        command = [sys.executable, "-m", "agentfactory", "serve", str(folder / "tinker.yaml"), "--as", "tinker"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            self.environment = wait_for(self._exports, 120)
+        except BaseException:
+            self.end()
+            raise
+        self.url = self.environment["TINKER_BASE_URL"]
+
+    def _exports(self) -> dict[str, str]:
+        text = self.log.read_text(errors="replace")
+        assert self.process.poll() is None, text
+        exports = dict(re.findall(r"^\s*export (TINKER_\w+)=(\S+)$", text, re.MULTILINE))
+        return exports if {"TINKER_BASE_URL", "TINKER_API_KEY"} <= exports.keys() else {}
+
+    def family(self) -> list[psutil.Process]:
+        """Return the service's process and all that it started, such as its inference server."""
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def end(self) -> int:
+        """End the service as Ctrl-C does; return its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a failing machine does."""
+        for process in self.family():
+            process.kill()
+        self.process.wait()
+
+    def program(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of the SDK's Python in the hub's folder, where the cookbook finds its model and data."""
+        assert PYTHON, "AGENTFACTORY_TINKER_PYTHON names no Python that has the Tinker SDK; fix: run `make test-tinker`"
+        own = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": ""}
+        env = {**os.environ, **self.environment, **own, **environment}
+        return subprocess.run(
+            [PYTHON, *arguments], cwd=self.hub, env=env, text=True, capture_output=True, timeout=280, check=False
+        )
+
+    def results(self, client: str, *arguments: str, **environment: str) -> dict[str, Any]:
+        """Run a program of clients/; return what its cases returned."""
+        ended = self.program(str(CLIENTS / client), *arguments, **environment)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        results: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return results
+
+
+@contextmanager
+def service(hub: Path, folder: Path) -> Iterator[Service]:
+    """Run a service, which listens on loopback only."""
+    running = Service(hub, folder)
+    try:
+        assert only_loopback(running.process.pid)
+        yield running
+    finally:
+        if running.process.poll() is None:
+            assert running.end() == 0, running.log.read_text()
