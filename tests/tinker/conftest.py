@@ -1,4 +1,4 @@
-"""Fixtures of the Tinker tests: the hub's stand-in, and a service for each file."""
+"""Fixtures of the Tinker tests: the hub's stand-in, and a service that the files share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return offline_hub(shared_folder(tmp_path_factory))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(hub, tmp_path_factory.mktemp("service")) as found:
         yield found

@@ -23,7 +23,7 @@ _SHOT = (
 _PAGE = "the ship sailed until the storm came and until the night fell"
 
 
-def _question(number: int) -> str:
+def question(number: int) -> str:
     return f"{_SHOT} What is {number}+1?{_SUFFIX}\n\nAssistant:"
 
 
@@ -39,7 +39,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=440, special_tokens=special, initial_alphabet=letters, show_progress=False
     )
-    texts = [*map(_question, range(64)), *[_PAGE, "hello there", "Answer: count"] * 9]
+    texts = [*map(question, range(64)), *[_PAGE, "hello there", "Answer: count"] * 9]
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
 
@@ -49,7 +49,7 @@ def _example(rng: random.Random) -> tuple[str, list[str]]:
     if rng.random() < 0.25:
         words = [rng.choice(_PAGE.split()) for _ in range(rng.randrange(4, 150))]
         return _chat(" ".join(words)), [f"Answer: {rng.randrange(10)}<|im_end|>" for _ in range(6)]
-    return _question(rng.randrange(64)), [f" \\boxed{{{rng.randrange(10)}}}\n\nUser:" for _ in range(6)]
+    return question(rng.randrange(64)), [f" \\boxed{{{rng.randrange(10)}}}\n\nUser:" for _ in range(6)]
 
 
 def _base(folder: Path) -> None:

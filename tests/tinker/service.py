@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,18 @@ class Service:
             [PYTHON, *arguments], cwd=self.hub, env=env, text=True, capture_output=True, timeout=280, check=False
         )
 
-    def results(self, client: str, *arguments: str, **environment: str) -> dict[str, Any]:
-        """Run a program of clients/; return what its cases returned."""
+    def cases(self, client: str, *arguments: str, **environment: str) -> Callable[[str], Any]:
+        """Run a program of clients/; return a function that gives the result of a case, and raises if it failed."""
         ended = self.program(str(CLIENTS / client), *arguments, **environment)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         results: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        return results
+
+        def result(case: str) -> Any:
+            found = results[case]
+            assert not (isinstance(found, dict) and "failed" in found), found["failed"]
+            return found
+
+        return result
 
 
 @contextmanager

@@ -19,11 +19,11 @@ def recipe(running: Service, name: str, log: Path, *options: str) -> list[dict]:
 
 
 def test_sl_loop_learns(running: Service, tmp_path: Path) -> None:
-    steps = recipe(running, "sl_loop", tmp_path, "batch_size=8", "learning_rate=0.01", "lora_rank=8")
+    steps = recipe(running, "sl_loop", tmp_path, "batch_size=4", "learning_rate=0.01", "lora_rank=8")
     losses = [step["train_mean_nll"] for step in steps]
     print("nats a token:", losses)
-    assert len(losses) == 8
-    assert losses[-1] < 0.1 * losses[0]
+    assert len(losses) == 16
+    assert losses[-1] < 0.2 * losses[0]
 
 
 def test_sl_loop_resumes_where_it_was_stopped(running: Service, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_sl_loop_resumes_where_it_was_stopped(running: Service, tmp_path: Path) 
     assert second[0]["train_mean_nll"] == first[4]["train_mean_nll"], "bit-equal with its optimizer's state"
 
 
-RL = ("batch_size=4", "group_size=16", "max_tokens=12", "learning_rate=0.01", "lora_rank=8", "max_steps=12")
+RL = ("batch_size=4", "group_size=16", "max_tokens=12", "learning_rate=0.005", "lora_rank=8", "max_steps=16")
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
@@ -47,9 +47,9 @@ def test_rl_loop_learns(running: Service, tmp_path: Path, loss: str) -> None:
     steps = recipe(running, "rl_loop", tmp_path, *RL, f"loss_fn={loss}")
     rewards = [step["reward/total"] for step in steps]
     print("rewards:", rewards)
-    assert len(rewards) == 12
+    assert len(rewards) == 16
     assert fmean(rewards[:2]) < 0.3
-    assert fmean(rewards[-2:]) > 0.8
+    assert fmean(rewards[-4:]) > 0.75
 
 
 def test_rl_loops_own_loss_is_refused_by_name(running: Service, tmp_path: Path) -> None:
@@ -65,9 +65,10 @@ def test_samplers_score_as_trainers(running: Service, tmp_path: Path) -> None:
     pages = ("task.num_pages_min=1", "task.num_pages_max=2", "task.page_chars=200", "task.reward_tolerance=4")
     size = ("group_size=8", "groups_per_batch=4", "max_tokens=16", "max_steps=4", "learning_rate=0.01", "lora_rank=8")
     own = ("renderer_name=qwen3_instruct", "save_every=0")
-    steps = recipe(running, "rl_numerics_check.train", tmp_path, *pages, *size, *own)
+    steps = recipe(running, "rl_numerics_check.train", tmp_path / "run", *pages, *size, *own)
+    *steps, totals = steps
     differences = [(step["optim/kl_sample_train_v1"], step["optim/kl_sample_train_v2"]) for step in steps]
-    print("kl:", differences, "rewards:", [step["env/all/reward/total"] for step in steps])
+    print("kl:", differences, "tokens:", totals["tokens/cumulative/trained"])
     assert len(steps) == 4
     assert steps[0]["env/all/by_group/frac_mixed"] > 0, "rewards differ within groups, so that the weights change"
     assert max(abs(value) for both in differences for value in both) < 2e-4
