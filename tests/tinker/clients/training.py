@@ -1,4 +1,4 @@
-"""Train by the SDK in several ways. The argument is a prompt that the base model answers with a digit."""
+"""Train by the SDK in several ways. The argument is a prompt that the base model answers with any digit."""
 
 import sys
 from statistics import fmean
@@ -22,8 +22,8 @@ def info() -> dict:
     return {"rank": found.lora_rank, "name": found.model_data.model_name, "tokenizer": found.model_data.tokenizer_id}
 
 
-def _odd_digits(name: str, config: dict[str, float]) -> list[float]:
-    """Rewards of odd digits over 12 batches, each passed twice. Targets of the prompt have their sampler's logprobs,
+def _low_digits(name: str, config: dict[str, float]) -> list[float]:
+    """Rewards of digits below three over 12 batches, each passed twice. Targets of the prompt have their sampler's logprobs,
     because dro has no mask."""
     client, rewards = model(), []
     tokenizer = client.get_tokenizer()
@@ -34,11 +34,11 @@ def _odd_digits(name: str, config: dict[str, float]) -> list[float]:
         prior = sampler.compute_logprobs(prompt).result()[1:]
         params = types.SamplingParams(max_tokens=8, seed=step, stop=["}"])
         samples = sampler.sample(prompt, 16, params).result().sequences
-        odd = [float(any(digit in tokenizer.decode(one.tokens) for digit in "13579")) for one in samples]
-        rewards.append(fmean(odd))
+        low = [float(any(digit in tokenizer.decode(one.tokens) for digit in "012")) for one in samples]
+        rewards.append(fmean(low))
         data = []
-        for one, reward in zip(samples, odd, strict=True):
-            advantages = [0.0] * len(prior) + [reward - fmean(odd)] * len(one.tokens)
+        for one, reward in zip(samples, low, strict=True):
+            advantages = [0.0] * len(prior) + [reward - fmean(low)] * len(one.tokens)
             targets = [*ids[1:], *one.tokens]
             inputs = {"target_tokens": targets, "logprobs": [*prior, *one.logprobs], "advantages": advantages}
             data.append(datum([*ids, *one.tokens], **inputs))
@@ -49,11 +49,11 @@ def _odd_digits(name: str, config: dict[str, float]) -> list[float]:
 
 
 def ppo() -> list[float]:
-    return _odd_digits("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    return _low_digits("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
 
 
 def dro() -> list[float]:
-    return _odd_digits("dro", {"beta": 0.05})
+    return _low_digits("dro", {"beta": 0.05})
 
 
 def forward_only() -> list[list[float]]:
@@ -97,7 +97,7 @@ def custom() -> dict:
     own.optim_step(adam).result()
     before = loss(unlearning, [first])
     unlearning.forward_backward_custom([first], lambda data, logprobs: (logprobs[0].sum(), {})).result()
-    unlearning.optim_step(adam).result()
+    unlearning.optim_step(types.AdamParams(learning_rate=2e-4)).result()
     after = loss(unlearning, [first])
     return {"metrics": result.metrics, "losses": [loss(theirs, [first]), loss(own, [first])], "unlearnt": [before, after]}
 
