@@ -70,14 +70,23 @@ class Service:
             process.kill()
         self.process.wait()
 
-    def program(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the SDK's Python in the hub's folder, where the cookbook finds its model and data."""
+    def start(self, *arguments: str, stdout: Any, stderr: Any = None, **environment: str) -> subprocess.Popen[str]:
+        """Start a program of the SDK's Python in the hub's folder, where the cookbook finds its model and data."""
         assert PYTHON, "AGENTFACTORY_TINKER_PYTHON names no Python that has the Tinker SDK; fix: run `make test-tinker`"
         own = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": ""}
         env = {**os.environ, **self.environment, **own, **environment}
-        return subprocess.run(
-            [PYTHON, *arguments], cwd=self.hub, env=env, text=True, capture_output=True, timeout=280, check=False
-        )
+        return subprocess.Popen([PYTHON, *arguments], cwd=self.hub, env=env, text=True, stdout=stdout, stderr=stderr)
+
+    def program(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end."""
+        pipe = subprocess.PIPE
+        with self.start(*arguments, stdout=pipe, stderr=pipe, **environment) as program:
+            try:
+                out, err = program.communicate(timeout=280)
+            except BaseException:
+                program.kill()
+                raise
+        return subprocess.CompletedProcess(program.args, program.returncode, out, err)
 
     def cases(self, client: str, *arguments: str, **environment: str) -> Callable[[str], Any]:
         """Run a program of clients/; return a function that gives the result of a case, and raises if it failed."""

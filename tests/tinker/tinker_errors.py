@@ -11,7 +11,6 @@ WORDS = {
     "base model": ("base_model", "nobody/nothing", "Qwen3-8B-Base"),
     "rank": ("rank", "64", "32"),
     "optimizer": ("dimuon", "adamw"),
-    "nothing trained": ("train_",),
     "targets": ("target_tokens", "4", "5"),
     "weights": ("weights", "3", "5"),
     "input id": ("999999",),
@@ -23,10 +22,10 @@ WORDS = {
     "stable_reinforce": ("stable_reinforce", "importance_sampling"),
     "setting": ("clip_low", "clip_low_threshold"),
     "trained image": ("image",),
-    "long datum": ("99999",),
+    "long datum": ("4999",),
     "sampled image": ("image",),
     "sampled id": ("999999",),
-    "long prompt": ("100000",),
+    "long prompt": ("5000",),
     "temperature": ("temperature", "-1"),
     "name": ("../../outside",),
     "sampler's name": ("/tmp/outside",),
@@ -50,7 +49,7 @@ def test_a_mistake_is_named(result: Callable[[str], Any], mistake: str) -> None:
     error = result("mistakes")[mistake]
     print(error)
     assert error["type"] in TYPES
-    assert [word for word in WORDS[mistake] if word not in error["text"].replace(",", "").replace("_000", "000")] == []
+    assert [word for word in WORDS[mistake] if word not in error["text"].replace(",", "")] == []
     assert "Traceback" not in error["text"]
 
 

@@ -37,7 +37,7 @@ def refusal(call: Callable[[], Any]) -> dict[str, str]:
     """Return the error of a call that must fail."""
     try:
         call()
-    except tinker.TinkerError as error:
+    except Exception as error:
         return {"type": type(error).__name__, "text": str(error)}
     return {"type": "none", "text": ""}
 

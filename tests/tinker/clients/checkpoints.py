@@ -7,7 +7,7 @@ from cases import BASE, WORDS, datum, learn, loss, main, refusal
 from tinker import types
 
 service = tinker.ServiceClient()
-rest = service.create_rest_client()
+rest = tinker.RestClient()
 words = [datum(WORDS[0]), datum(WORDS[1])]
 live = service.create_lora_training_client(BASE, rank=8, seed=1, user_metadata={"team": "tests"}).result()
 learn(live, words, steps=3)

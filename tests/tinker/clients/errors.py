@@ -5,7 +5,7 @@ from cases import BASE, WORDS, datum, learn, loss, main, refusal
 from tinker import types
 
 service = tinker.ServiceClient()
-rest = service.create_rest_client()
+rest = tinker.RestClient()
 client = service.create_lora_training_client(BASE, rank=4, seed=1).result()
 sampler = service.create_sampling_client(base_model=BASE).result()
 good, ids = datum(WORDS[0]), WORDS[0]
@@ -31,7 +31,6 @@ MISTAKES = {
     "base model": lambda: create("nobody/nothing"),
     "rank": lambda: create(rank=64),
     "optimizer": lambda: create(optimizer=types.DimuonOptimizerConfig()),
-    "nothing trained": lambda: create(train_mlp=False, train_attn=False, train_unembed=False),
     "targets": lambda: passed(datum(ids, target_tokens=ids[2:], weights=[1.0] * 4)),
     "weights": lambda: passed(datum(ids, target_tokens=ids[1:], weights=[1.0] * 3)),
     "input id": lambda: passed(datum([40, 999_999, 50])),
@@ -43,10 +42,10 @@ MISTAKES = {
     "stable_reinforce": lambda: passed(inputs(), "stable_reinforce"),
     "setting": lambda: passed(inputs(), "ppo", {"clip_low": 0.8}),
     "trained image": lambda: passed(types.Datum(model_input=seen, loss_fn_inputs=good.loss_fn_inputs)),
-    "long datum": lambda: passed(datum([40] * 100_000)),
+    "long datum": lambda: passed(datum([40] * 5_000)),
     "sampled image": lambda: sampler.sample(seen, 1, few).result(),
     "sampled id": lambda: sampler.sample(types.ModelInput.from_ints([999_999]), 1, few).result(),
-    "long prompt": lambda: sampler.sample(types.ModelInput.from_ints([40] * 100_000), 1, few).result(),
+    "long prompt": lambda: sampler.sample(types.ModelInput.from_ints([40] * 5_000), 1, few).result(),
     "temperature": lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=2, temperature=-1)).result(),
     "name": lambda: client.save_state("../../outside").result(),
     "sampler's name": lambda: client.save_weights_for_sampler("/tmp/outside").result(),
