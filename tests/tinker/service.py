@@ -111,4 +111,4 @@ def service(hub: Path, folder: Path) -> Iterator[Service]:
         yield running
     finally:
         if running.process.poll() is None:
-            assert running.end() == 0, running.log.read_text()
+            assert running.end() == 130, running.log.read_text()

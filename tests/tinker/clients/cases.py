@@ -13,6 +13,10 @@ WORDS = [[40, 50, 60, 70, 80, 90], [41, 52, 63, 74, 85], [42, 44, 46, 48, 50, 52
 """Token ids that models of the tests learn by heart."""
 
 
+def create(service: tinker.ServiceClient, rank: int = 8, seed: int = 1) -> tinker.TrainingClient:
+    return service.create_lora_training_client(BASE, rank=rank, seed=seed).result()
+
+
 def datum(ids: Sequence[int], **inputs: Any) -> types.Datum:
     """Return a datum that predicts each next token; `inputs` replace or complete targets and weights."""
     own = {"target_tokens": [*ids[1:]], "weights": [1.0] * (len(ids) - 1)}
@@ -42,12 +46,14 @@ def refusal(call: Callable[[], Any]) -> dict[str, str]:
     return {"type": "none", "text": ""}
 
 
-def main(cases: Sequence[Callable[[], Any]]) -> None:
-    """Run the cases one by one, also after one has failed."""
+def main(cases: Sequence[Callable[[tinker.ServiceClient], Any]]) -> None:
+    """Run the cases one by one, each in a session of its own, also after one has failed."""
     results: dict[str, Any] = {}
     for case in cases:
+        service = tinker.ServiceClient()
         try:
-            results[case.__name__] = case()
+            results[case.__name__] = case(service)
         except Exception:
             results[case.__name__] = {"failed": traceback.format_exc()}
+        service.close("success").result()
     print(json.dumps(results))

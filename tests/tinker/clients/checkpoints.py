@@ -3,34 +3,41 @@
 from datetime import UTC, datetime
 
 import tinker
-from cases import BASE, WORDS, datum, learn, loss, main, refusal
+from cases import BASE, WORDS, create, datum, learn, loss, main, refusal
 from tinker import types
 
-service = tinker.ServiceClient()
 rest = tinker.RestClient()
 words = [datum(WORDS[0]), datum(WORDS[1])]
-live = service.create_lora_training_client(BASE, rank=8, seed=1, user_metadata={"team": "tests"}).result()
-learn(live, words, steps=3)
-saved = live.save_state("third").result().path
-for_sampler = live.save_weights_for_sampler("third").result().path
+
+
+def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    live = create(service)
+    learn(live, words, steps=3)
+    return live
 
 
 def listed(path: str) -> types.Checkpoint | None:
-    found = rest.list_checkpoints(live.model_id).result().checkpoints
+    found = rest.list_checkpoints(path.split("/")[2]).result().checkpoints
     return next((each for each in found if each.tinker_path == path), None)
 
 
-def resume() -> list[list[float]]:
-    """Losses of two more steps: live, resumed with the optimizer's state, and without."""
+def resume(service: tinker.ServiceClient) -> list[list[float]]:
+    """Losses of three more steps: live, resumed with the optimizer's state, and without; scores
+    of a sampler by its path, and the trainer's."""
+    live = trained(service)
+    saved, for_sampler = live.save_state("third").result().path, live.save_weights_for_sampler("third").result().path
     sampler = service.create_sampling_client(model_path=for_sampler).result()
     scores = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[0])).result()[1:]
-    trained = live.forward(words[:1], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
+    own = live.forward(words[:1], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
     resumed = service.create_training_client_from_state_with_optimizer(saved).result()
     fresh = service.create_training_client_from_state(saved).result()
-    return [*(learn(client, words, steps=3) for client in (live, resumed, fresh)), scores, trained]
+    return [*(learn(client, words, steps=3) for client in (live, resumed, fresh)), scores, own]
 
 
-def listings() -> dict:
+def listings(service: tinker.ServiceClient) -> dict:
+    live = service.create_lora_training_client(BASE, rank=8, user_metadata={"team": "tests"}).result()
+    saved = live.save_state("third").result().path
+    live.save_weights_for_sampler("third").result()
     run, session = rest.get_training_run(live.model_id).result(), live.model_id.split(":")[0]
     info = rest.get_weights_info_by_tinker_path(saved).result()
     found = rest.list_checkpoints(live.model_id).result().checkpoints
@@ -47,22 +54,23 @@ def listings() -> dict:
     }
 
 
-def deletion() -> dict:
-    path = live.save_state("short").result().path
+def deletion(service: tinker.ServiceClient) -> dict:
+    live = create(service)
+    saved, path = live.save_state("long").result().path, live.save_state("short").result().path
     before = listed(path) is not None
     rest.delete_checkpoint_from_tinker_path(path).result()
     error = refusal(lambda: service.create_training_client_from_state(path).result())
     return {"before": before, "after": listed(path) is not None, "error": error, "other": listed(saved) is not None}
 
 
-def expiry() -> list[float | None]:
+def expiry(service: tinker.ServiceClient) -> list[float | None]:
     """Hours that a checkpoint is kept: as saved, as set, and as unset."""
 
     def hours(path: str) -> float | None:
         when = listed(path).expires_at
         return when and (when - datetime.now(UTC)).total_seconds() / 3600
 
-    path = live.save_state("kept", ttl_seconds=7200).result().path
+    path = create(service).save_state("kept", ttl_seconds=7200).result().path
     found = [hours(path)]
     for seconds in (36000, None):
         rest.set_checkpoint_ttl_from_tinker_path(path, seconds).result()
@@ -70,8 +78,9 @@ def expiry() -> list[float | None]:
     return found
 
 
-def overwriting() -> list:
+def overwriting(service: tinker.ServiceClient) -> list:
     """The error of a name that is there, and losses of a state that replaced another."""
+    live = trained(service)
     path = live.save_state("again").result().path
     before = loss(live, words)
     learn(live, words)

@@ -1,12 +1,12 @@
 """Mistakes of clients: the error of each, and whether the client's next request works."""
 
 import tinker
-from cases import BASE, WORDS, datum, learn, loss, main, refusal
+from cases import BASE, WORDS, create, datum, learn, loss, main, refusal
 from tinker import types
 
 service = tinker.ServiceClient()
 rest = tinker.RestClient()
-client = service.create_lora_training_client(BASE, rank=4, seed=1).result()
+client = create(service)
 sampler = service.create_sampling_client(base_model=BASE).result()
 good, ids = datum(WORDS[0]), WORDS[0]
 image = types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)
@@ -14,7 +14,7 @@ seen = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[40, 50]), image])
 few, prompt = types.SamplingParams(max_tokens=2), types.ModelInput.from_ints(ids)
 
 
-def create(name: str = BASE, **options) -> None:
+def created(name: str = BASE, **options) -> None:
     service.create_lora_training_client(name, **options).result()
 
 
@@ -28,9 +28,9 @@ def inputs(**changed) -> types.Datum:
 
 
 MISTAKES = {
-    "base model": lambda: create("nobody/nothing"),
-    "rank": lambda: create(rank=64),
-    "optimizer": lambda: create(optimizer=types.DimuonOptimizerConfig()),
+    "base model": lambda: created("nobody/nothing"),
+    "rank": lambda: created(rank=64),
+    "optimizer": lambda: created(optimizer=types.DimuonOptimizerConfig()),
     "targets": lambda: passed(datum(ids, target_tokens=ids[2:], weights=[1.0] * 4)),
     "weights": lambda: passed(datum(ids, target_tokens=ids[1:], weights=[1.0] * 3)),
     "input id": lambda: passed(datum([40, 999_999, 50])),
@@ -57,7 +57,7 @@ MISTAKES = {
 }
 
 
-def mistakes() -> dict:
+def mistakes(_: tinker.ServiceClient) -> dict:
     found = {}
     for name, mistake in MISTAKES.items():
         found[name] = refusal(mistake)
@@ -65,13 +65,13 @@ def mistakes() -> dict:
     return found
 
 
-def failed_pass() -> list[float | str]:
+def failed_pass(own: tinker.ServiceClient) -> list[float | str]:
     """A pass that fails, with its step already queued: the step's error, and losses after that as of a new model."""
+    client = create(own)
     broken = client.forward_backward([datum([40, 999_999])], "cross_entropy")
     stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
     error = refusal(broken.result), refusal(stepped.result)
-    new = service.create_lora_training_client(BASE, rank=4, seed=1).result()
-    return [*(each["type"] for each in error), learn(client, [good], steps=2), learn(new, [good], steps=2)]
+    return [*(each["type"] for each in error), learn(client, [good], steps=2), learn(create(own), [good], steps=2)]
 
 
 main([mistakes, failed_pass])

@@ -5,11 +5,10 @@ from cases import BASE, WORDS, datum, main
 from tinker import types
 
 MODELS, STEPS = 12, 6
-service = tinker.ServiceClient()
 adam = types.AdamParams(learning_rate=5e-3)
 
 
-def everything() -> dict:
+def everything(service: tinker.ServiceClient) -> dict:
     clients = [service.create_lora_training_client(BASE, rank=4, seed=seed) for seed in range(MODELS)]
     clients = [client.result() for client in clients]
     passes: list[list] = [[] for _ in clients]

@@ -4,11 +4,10 @@ prompt that the base model answers with any digit."""
 import sys
 
 import tinker
-from cases import BASE, WORDS, datum, learn, main
+from cases import BASE, WORDS, create, datum, learn, main
 from tinker import types
 
-service = tinker.ServiceClient()
-base = service.create_sampling_client(base_model=BASE).result()
+base = tinker.ServiceClient().create_sampling_client(base_model=BASE).result()
 tokenizer = base.get_tokenizer()
 ids = tokenizer.encode(sys.argv[1])
 prompt = types.ModelInput.from_ints(ids)
@@ -19,9 +18,9 @@ def sample(sampler: tinker.SamplingClient, count: int = 1, **params) -> list[typ
     return [*sampler.sample(prompt, count, types.SamplingParams(**own)).result().sequences]
 
 
-def prompt_scores() -> dict:
+def prompt_scores(service: tinker.ServiceClient) -> dict:
     """Logprobs of a prompt by the base sampler and by a new model's trainer, and the three best at each position."""
-    trainer = service.create_lora_training_client(BASE, rank=4).result()
+    trainer = create(service)
     trained = trainer.forward([datum(ids)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
     params = types.SamplingParams(max_tokens=1)
     best = base.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
@@ -29,11 +28,11 @@ def prompt_scores() -> dict:
     return {"ids": ids, "scores": scores, "trained": trained, "best": best.topk_prompt_logprobs}
 
 
-def last_scores() -> list:
+def last_scores(service: tinker.ServiceClient) -> list:
     return base.compute_logprobs(prompt, prompt_logprobs_last_n=4).result()
 
 
-def stops() -> dict:
+def stops(service: tinker.ServiceClient) -> dict:
     """Greedy tokens without a stop, and what is left of them with a stop token, a stop string, and two strings."""
     whole = sample(base, temperature=0)[0]
     token, text = whole.tokens[2], tokenizer.decode(whole.tokens[:4])[-2:]
@@ -45,9 +44,9 @@ def stops() -> dict:
     return found
 
 
-def end_of_text() -> list:
+def end_of_text(service: tinker.ServiceClient) -> list:
     """Samples of a model that has learnt to end at once: by default, and with no stop at all."""
-    ending = service.create_lora_training_client(BASE, rank=8, seed=1).result()
+    ending = create(service)
     targets, weights = [*ids[1:], tokenizer.eos_token_id], [0.0] * (len(ids) - 1) + [1.0]
     learn(ending, [datum([*ids, 0], target_tokens=targets, weights=weights)], rate=2e-2, steps=6)
     sampler = ending.save_weights_and_get_sampling_client().result()
@@ -55,7 +54,7 @@ def end_of_text() -> list:
     return [tokenizer.eos_token_id, *([one.tokens, one.stop_reason] for one in both)]
 
 
-def seeds() -> dict:
+def seeds(service: tinker.ServiceClient) -> dict:
     futures = [base.sample(prompt, 1, types.SamplingParams(max_tokens=8, seed=seed)) for seed in (3, 3, 4, 5, 6)]
     ones = [future.result().sequences[0] for future in futures]
     group = sample(base, 8, seed=3)
@@ -68,14 +67,14 @@ def seeds() -> dict:
     }
 
 
-def narrowed() -> list[list[int]]:
+def narrowed(service: tinker.ServiceClient) -> list[list[int]]:
     """Greedy tokens, and samples among the likeliest token alone: by top_k, and by top_p."""
     return [sample(base, **by)[0].tokens for by in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6})]
 
 
-def frozen() -> dict:
+def frozen(service: tinker.ServiceClient) -> dict:
     """Scores and samples of a snapshot before and after its model trains on, and scores of a later snapshot."""
-    client = service.create_lora_training_client(BASE, rank=8, seed=1).result()
+    client = create(service)
     learn(client, [datum(WORDS[0])])
     words = types.ModelInput.from_ints(WORDS[0])
 
@@ -88,9 +87,9 @@ def frozen() -> dict:
     return {"before": before, "after": state(first), "later": state(client.save_weights_and_get_sampling_client().result())}
 
 
-def sampled_scores() -> float:
+def sampled_scores(service: tinker.ServiceClient) -> float:
     """The largest difference between logprobs of sampled tokens and their trainer's."""
-    client = service.create_lora_training_client(BASE, rank=32, seed=1).result()
+    client = create(service, rank=32)
     learn(client, [datum(ids), datum(WORDS[0])], steps=3)
     samples = sample(client.save_weights_and_get_sampling_client().result(), 32, max_tokens=12)
     data = [datum([*ids, *one.tokens]) for one in samples]

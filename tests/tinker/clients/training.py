@@ -5,27 +5,22 @@ from statistics import fmean
 
 import tinker
 import torch
-from cases import BASE, WORDS, datum, learn, loss, main
+from cases import WORDS, create, datum, learn, loss, main
 from tinker import types
 
-service = tinker.ServiceClient()
 adam = types.AdamParams(learning_rate=5e-3)
 first, second, third = map(datum, WORDS)
 
 
-def model(rank: int = 8, seed: int = 1) -> tinker.TrainingClient:
-    return service.create_lora_training_client(BASE, rank=rank, seed=seed).result()
-
-
-def info() -> dict:
-    found = model(rank=4).get_info()
+def info(service: tinker.ServiceClient) -> dict:
+    found = create(service, rank=4).get_info()
     return {"rank": found.lora_rank, "name": found.model_data.model_name, "tokenizer": found.model_data.tokenizer_id}
 
 
-def _low_digits(name: str, config: dict[str, float]) -> list[float]:
+def _low_digits(service: tinker.ServiceClient, name: str, config: dict[str, float]) -> list[float]:
     """Rewards of digits below three over 12 batches, each passed twice. Targets of the prompt have their sampler's logprobs,
     because dro has no mask."""
-    client, rewards = model(), []
+    client, rewards = create(service), []
     tokenizer = client.get_tokenizer()
     ids = tokenizer.encode(sys.argv[1])
     prompt = types.ModelInput.from_ints(ids)
@@ -48,17 +43,17 @@ def _low_digits(name: str, config: dict[str, float]) -> list[float]:
     return rewards
 
 
-def ppo() -> list[float]:
-    return _low_digits("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+def ppo(service: tinker.ServiceClient) -> list[float]:
+    return _low_digits(service, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
 
 
-def dro() -> list[float]:
-    return _low_digits("dro", {"beta": 0.05})
+def dro(service: tinker.ServiceClient) -> list[float]:
+    return _low_digits(service, "dro", {"beta": 0.05})
 
 
-def forward_only() -> list[list[float]]:
+def forward_only(service: tinker.ServiceClient) -> list[list[float]]:
     """Losses of two equal models, of which the second also evaluates between its passes."""
-    plain, evaluating = model(), model()
+    plain, evaluating = create(service), create(service)
     loss(evaluating, [second])
     evaluating.forward_backward([first], "cross_entropy")
     loss(evaluating, [third])
@@ -67,9 +62,9 @@ def forward_only() -> list[list[float]]:
     return [[loss(client, [each]) for each in (first, second, third)] for client in (plain, evaluating)]
 
 
-def gradients_add_up() -> list[list[float]]:
+def gradients_add_up(service: tinker.ServiceClient) -> list[list[float]]:
     """Losses after one pass over two datums, and after a pass over each."""
-    together, apart = model(), model()
+    together, apart = create(service), create(service)
     learn(together, [first, second])
     for each in (first, second):
         apart.forward_backward([each], "cross_entropy")
@@ -77,16 +72,16 @@ def gradients_add_up() -> list[list[float]]:
     return [[loss(client, [each]) for each in (first, second)] for client in (together, apart)]
 
 
-def chunks() -> list[float]:
+def chunks(service: tinker.ServiceClient) -> list[float]:
     """A call of more datums than one request carries: outputs, losses, and the loss of one."""
-    client, many = model(rank=4), [datum(WORDS[0][:3])] * 1030
+    client, many = create(service, rank=4), [datum(WORDS[0][:3])] * 1030
     result = client.forward(many, "cross_entropy").result()
     return [len(result.loss_fn_outputs), result.metrics["loss:sum"], loss(client, many[:1])]
 
 
-def custom() -> dict:
+def custom(service: tinker.ServiceClient) -> dict:
     """A custom loss that equals cross_entropy, and one whose weights are negative."""
-    theirs, own, unlearning = model(), model(), model()
+    theirs, own, unlearning = create(service), create(service), create(service)
 
     def likelihood(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         weighted = [(d.loss_fn_inputs["weights"].to_torch() * q).sum() for d, q in zip(data, logprobs, strict=True)]
@@ -102,11 +97,11 @@ def custom() -> dict:
     return {"metrics": result.metrics, "losses": [loss(theirs, [first]), loss(own, [first])], "unlearnt": [before, after]}
 
 
-def soft_targets() -> list[float]:
+def soft_targets(service: tinker.ServiceClient) -> list[float]:
     """Two weighted targets at each position: the loss that the service sums, and by its own logprobs."""
     targets = torch.tensor([[50, 51], [60, 61], [70, 71]])
     weights = torch.tensor([[0.75, 0.25], [1.0, 0.0], [0.5, -0.5]])
-    client = model()
+    client = create(service)
     both = datum([40, 50, 60, 70], target_tokens=targets, weights=weights)
     result = client.forward_backward([both], "cross_entropy").result()
     logprobs = result.loss_fn_outputs[0]["logprobs"].to_torch().reshape(3, 2)
@@ -114,16 +109,16 @@ def soft_targets() -> list[float]:
     return [result.metrics["loss:sum"], -float((weights * logprobs).sum()), loss(client, [both])]
 
 
-def interleaved() -> list[list[float]]:
+def interleaved(service: tinker.ServiceClient) -> list[list[float]]:
     """Losses of three models of different ranks that train at once, and of the same models one after the other."""
     ranks, data = (4, 16, 32), ([first], [second], [third])
-    clients, futures = [model(rank) for rank in ranks], [[], [], []]
+    clients, futures = [create(service, rank) for rank in ranks], [[], [], []]
     for _ in range(5):
         for client, own, found in zip(clients, data, futures, strict=True):
             found.append(client.forward_backward(own, "cross_entropy"))
             client.optim_step(adam)
     at_once = [[future.result().metrics["loss:sum"] for future in found] for found in futures]
-    return at_once + [learn(model(rank), own, steps=5) for rank, own in zip(ranks, data, strict=True)]
+    return at_once + [learn(create(service, rank), own, steps=5) for rank, own in zip(ranks, data, strict=True)]
 
 
 main([info, ppo, dro, forward_only, gradients_add_up, chunks, custom, soft_targets, interleaved])
