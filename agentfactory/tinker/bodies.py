@@ -65,6 +65,13 @@ class OfModel(Body, kw_only=True):
     model_id: ModelId
 
 
+class Turn(Struct):
+    """What gives a request its place among those of its model."""
+
+    model_id: str
+    seq_id: Count
+
+
 class Adam(Part):
     """Settings of one step; grad_clip_norm 0 is no limit."""
 
@@ -174,3 +181,11 @@ def decode(content: bytes, kind: type[Kind]) -> Kind:
     if len(msgspec.json.encode(getattr(body, "user_metadata", None))) > _MOST_METADATA:
         raise RequestError(f"user_metadata: has more than {_MOST_METADATA} bytes; shorten it")
     return body
+
+
+def turn_of(content: bytes) -> Turn | None:
+    """Return the turn of a body that may be wrong otherwise; None if it names none."""
+    try:
+        return msgspec.json.decode(content, type=Turn)
+    except (ValueError, RecursionError):
+        return None

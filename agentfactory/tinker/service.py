@@ -115,7 +115,8 @@ class Service:
         try:
             found = await handler(request)
         except RequestError as error:
-            return _json({"error": str(error), "category": "user"}, error.status)
+            found = await self._refused_in_turn(request, error)
+            found = found or _json({"error": str(error), "category": "user"}, error.status)
         except web.HTTPRequestEntityTooLarge:
             return _json({"error": f"the body has more than {_MOST_BYTES:,} bytes; send fewer data at a time"}, 413)
         except web.HTTPException as error:
@@ -296,6 +297,19 @@ class Service:
         if (known := self._futures.known(key)) is not None:
             return {"request_id": known}
         return self._future(key, self._turns[model_id].wait_for(seq_id, lambda: work(model)))
+
+    async def _refused_in_turn(self, request: web.Request, error: RequestError) -> Answer | None:
+        """Return the future of a model's request whose body is refused: without its turn, those after it would wait for
+        ever. None for other requests."""
+        turn = bodies.turn_of(await request.read()) if type(error) is RequestError else None
+        if turn is None or turn.model_id not in self._models:
+            return None
+        told = str(error)
+
+        async def refuse(model: Model) -> Answer:
+            raise RequestError(told)
+
+        return self._in_turn(turn.model_id, turn.seq_id, refuse)
 
     async def forward_backward(self, request: web.Request) -> Answer:
         if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:

@@ -31,7 +31,7 @@ class Service:
         self.hub, self.log = hub, folder / "service.log"
         recipe = {
             "model": {"path": str(hub / BASE), "dtype": "float32", "lora": {"rank": 32}},
-            "server": {"engine": "embedded"},
+            "server": {"engine": "embedded", "max_model_len": 2048},
             "output": str(folder / "output"),
         }
         (folder / "tinker.yaml").write_text(yaml.safe_dump(recipe))
