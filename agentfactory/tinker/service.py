@@ -56,6 +56,9 @@ _MOST_MODELS = 16
 _SESSION_SECONDS, _SNAPSHOT_SECONDS = 900.0, 1800.0
 """Time without a heartbeat after which a session ends, and without a request after which a nameless snapshot does."""
 
+_SILENT_SECONDS = 30.0
+"""Time without a heartbeat, of which the SDK sends one every 10 s, after which a session gives way to new models."""
+
 
 @dataclass
 class _Session:
@@ -204,13 +207,24 @@ class Service:
         """End what nobody has used for long; unsaved steps are saved first."""
         now = time.monotonic()
         for name in [name for name, session in self._sessions.items() if now - session.seen > _SESSION_SECONDS]:
-            told = f"its session sent no heartbeat for {_SESSION_SECONDS:.0f} s"
-            logger.warning("session %s ends: %s", name, told)
-            await self._save_unsaved(self._sessions[name].models)
-            await self._end_session(name, told)
+            await self._end_silent(name, _SESSION_SECONDS)
         for name, sampler in list(self._sampling.items()):
             if now - sampler.used > _SNAPSHOT_SECONDS:
                 await self._end_sampler(name)
+
+    async def _end_silent(self, name: str, seconds: float) -> None:
+        told = f"its session sent no heartbeat for {seconds:.0f} s"
+        logger.warning("session %s ends: %s", name, told)
+        await self._save_unsaved(self._sessions[name].models)
+        await self._end_session(name, told)
+
+    async def _make_room(self) -> None:
+        """End sessions whose programs are gone while there are as many models as there may be, the longest silent first."""
+        limit = time.monotonic() - _SILENT_SECONDS
+        silent = sorted((each.seen, name) for name, each in self._sessions.items() if each.models and each.seen < limit)
+        for _, name in silent:
+            if len(self._models) >= _MOST_MODELS and name in self._sessions:
+                await self._end_silent(name, _SILENT_SECONDS)
 
     async def _save_unsaved(self, models: list[str]) -> list[str]:
         """Save the models that have made steps since their last checkpoints; return the paths."""
@@ -261,6 +275,7 @@ class Service:
 
     async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
         """Create a model. Raises RequestError if there are too many, or the server does not serve such an adapter."""
+        await self._make_room()
         if len(self._models) >= _MOST_MODELS:
             problem = f"the service has {_MOST_MODELS} models in training, which is its limit"
             raise RequestError(f"{problem}; end a session that is not needed (ServiceClient.close)")

@@ -22,7 +22,7 @@ WORDS = {
     "setting": ("clip_low", "clip_low_threshold"),
     "trained image": ("image",),
     "sampled image": ("image",),
-    "sampled id": ("prompt", "439"),
+    "sampled id": ("439",),
     "long prompt": ("5000", "2048"),
     "temperature": ("temperature", "0"),
     "rate": ("learning_rate", "0"),
