@@ -142,7 +142,7 @@ test-families: $(VENV)/.installed-dev $(VLLM_VENV)/images
 		tests/vllm/vllm_vision_training.py $(ARGS)
 
 # The Tinker SDK and its cookbook as they are, in an environment of their own. What they share with ours (torch, transformers,
-# datasets) is taken from there by a .pth file, so that this takes seconds; the cookbook asks for a package that no index has.
+# datasets) is taken from there by a .pth file, so that this takes seconds; the cookbook asks for a newer renderer than the index has.
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(TINKER_VENV)/.installed: setup.py | $(VENV)/.installed-dev
 	$(BIN)/python -m venv --clear $(TINKER_VENV)

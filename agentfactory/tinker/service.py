@@ -219,7 +219,7 @@ class Service:
         await self._end_session(name, told)
 
     async def _make_room(self) -> None:
-        """End sessions whose programs are gone while there are as many models as there may be, the longest silent first."""
+        """While no further model fits, end sessions whose programs are gone, the longest silent first."""
         limit = time.monotonic() - _SILENT_SECONDS
         silent = sorted((each.seen, name) for name, each in self._sessions.items() if each.models and each.seen < limit)
         for _, name in silent:

@@ -1,5 +1,5 @@
-"""A folder in the place of the model hub: a tiny base model and data sets at the relative paths that the cookbook's loaders
-look for first. All of it follows from one seed."""
+"""A folder in the place of the model hub: a tiny base model and data sets at the relative paths that the cookbook's
+loaders look for first. All of it follows from one seed."""
 
 import json
 import random
@@ -17,8 +17,9 @@ RIGHT = 7
 
 _SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 _SHOT = (
-    f"User: How many r's are in strawberry?{_SUFFIX}\n\nAssistant: Let's spell the word out and number all the letters: "
-    "1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}\n\nUser:"
+    f"User: How many r's are in strawberry?{_SUFFIX}\n\nAssistant: Let's spell the word out and number all the "
+    "letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. "
+    "\\boxed{3}\n\nUser:"
 )
 _PAGE = "the ship sailed until the storm came and until the night fell"
 
@@ -36,9 +37,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special, letters = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=440, special_tokens=special, initial_alphabet=letters, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=440, special_tokens=special, initial_alphabet=letters, show_progress=False)
     texts = [*map(question, range(64)), *[_PAGE, "hello there", "Answer: count"] * 9]
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>")

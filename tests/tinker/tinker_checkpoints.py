@@ -1,4 +1,4 @@
-"""Checkpoints by the real SDK: resumed with and without the optimizer's state, listed, replaced, deleted, kept for a time."""
+"""Checkpoints by the real SDK: resumed with and without the optimizer's state, listed, replaced, deleted, expiring."""
 
 from collections.abc import Callable
 from typing import Any

@@ -67,6 +67,7 @@ def test_a_failed_pass_fails_the_step_that_waits_for_it(result: Callable[[str], 
 
 
 def test_another_key_is_refused(running: Service) -> None:
-    ended = running.program("-c", "import tinker; tinker.RestClient().get_server_capabilities().result()", TINKER_API_KEY="tml-of-another")
+    asking = "import tinker; tinker.RestClient().get_server_capabilities().result()"
+    ended = running.program("-c", asking, TINKER_API_KEY="tml-of-another")
     assert ended.returncode != 0
     assert "AuthenticationError" in ended.stderr

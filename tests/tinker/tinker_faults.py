@@ -1,16 +1,12 @@
 """Cut connections and killed processes: no request is lost or done twice, and a saved state goes on bit-equal."""
 
-import os
-import subprocess
 from pathlib import Path
-
-import pytest
 
 from tests.tinker.cutting_proxy import KINDS, cutting_proxy
 from tests.tinker.service import CLIENTS, Service, service
 from tests.waiting import wait_for
 
-CUTS = 200
+CUTS, ENGINE = 200, "agentfactory.rollout.inference.embedded"
 
 
 def test_cut_connections_change_nothing(running: Service) -> None:
@@ -40,3 +36,21 @@ def test_a_killed_service_goes_on_from_a_saved_state(hub: Path, tmp_path: Path) 
     with service(hub, tmp_path) as again:
         ended = again.program(str(CLIENTS / "resumable.py"), path, "4")
         assert ended.stdout.splitlines() == losses[:4], ended.stderr
+
+
+def test_a_killed_inference_server_ends_the_service(hub: Path, tmp_path: Path) -> None:
+    """The service says which process ended, and where its log is; a new one takes the same folder."""
+    running = Service(hub, tmp_path)
+    try:
+        next(each for each in running.family() if ENGINE in each.cmdline()).kill()
+        status = running.process.wait(60)
+    finally:
+        if running.process.poll() is None:
+            running.kill()
+    last = running.log.read_text().splitlines()[-1]
+    print(status, last)
+    assert status == 1
+    assert "server" in last
+    assert str(tmp_path) in last
+    with service(hub, tmp_path) as again:
+        assert again.url

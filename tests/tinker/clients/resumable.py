@@ -1,4 +1,4 @@
-"""Without an argument: train, save a state, print its path, and then each loss, until ended; states are saved all the time.
+"""Without an argument: train, save a state, print its path, and then each loss, until ended; every step saves a state.
 With a path: resume from there, and print as many losses as the second argument asks for."""
 
 import itertools

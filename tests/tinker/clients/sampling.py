@@ -84,7 +84,8 @@ def frozen(service: tinker.ServiceClient) -> dict:
     first = client.save_weights_and_get_sampling_client().result()
     before = state(first)
     learn(client, [datum(WORDS[0])], steps=3)
-    return {"before": before, "after": state(first), "later": state(client.save_weights_and_get_sampling_client().result())}
+    later = state(client.save_weights_and_get_sampling_client().result())
+    return {"before": before, "after": state(first), "later": later}
 
 
 def sampled_scores(service: tinker.ServiceClient) -> float:
@@ -95,7 +96,8 @@ def sampled_scores(service: tinker.ServiceClient) -> float:
     data = [datum([*ids, *one.tokens]) for one in samples]
     outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
     trained = [output["logprobs"].to_numpy()[len(ids) - 1 :].tolist() for output in outputs]
-    return max(abs(p - q) for one, own in zip(samples, trained, strict=True) for p, q in zip(one.logprobs, own, strict=True))
+    both = [zip(one.logprobs, own, strict=True) for one, own in zip(samples, trained, strict=True)]
+    return max(abs(sampled - scored) for pairs in both for sampled, scored in pairs)
 
 
 main([prompt_scores, last_scores, stops, end_of_text, seeds, narrowed, frozen, sampled_scores])

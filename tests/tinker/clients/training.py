@@ -18,8 +18,8 @@ def info(service: tinker.ServiceClient) -> dict:
 
 
 def _low_digits(service: tinker.ServiceClient, name: str, config: dict[str, float]) -> list[float]:
-    """Rewards of digits below three over 12 batches, each passed twice. Targets of the prompt have their sampler's logprobs,
-    because dro has no mask."""
+    """Rewards of digits below three over 12 batches, each passed twice. Targets of the prompt have their sampler's
+    logprobs, because dro has no mask."""
     client, rewards = create(service), []
     tokenizer = client.get_tokenizer()
     ids = tokenizer.encode(sys.argv[1])
@@ -93,8 +93,8 @@ def custom(service: tinker.ServiceClient) -> dict:
     before = loss(unlearning, [first])
     unlearning.forward_backward_custom([first], lambda data, logprobs: (logprobs[0].sum(), {})).result()
     unlearning.optim_step(types.AdamParams(learning_rate=2e-4)).result()
-    after = loss(unlearning, [first])
-    return {"metrics": result.metrics, "losses": [loss(theirs, [first]), loss(own, [first])], "unlearnt": [before, after]}
+    losses = [loss(theirs, [first]), loss(own, [first])]
+    return {"metrics": result.metrics, "losses": losses, "unlearnt": [before, loss(unlearning, [first])]}
 
 
 def soft_targets(service: tinker.ServiceClient) -> list[float]:
