@@ -14,12 +14,8 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
 from agentfactory.tinker.bodies import Asample, Sampling
 from agentfactory.tinker.checkpoints import Saved
-<<<<<<< HEAD
-from agentfactory.tinker.messages import PromptScores, RequestError, sample_result
-=======
 from agentfactory.tinker.losses import REFUSED
-from agentfactory.tinker.messages import MissingError, PromptScores, RequestError, sample_result
->>>>>>> tkt
+from agentfactory.tinker.messages import PromptScores, RequestError, sample_result
 from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.sync import adapter_sync
 from agentfactory.trainers.sync.canary import Canary
