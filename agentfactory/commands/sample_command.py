@@ -2,9 +2,11 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
@@ -16,9 +18,13 @@ from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import tell_warnings
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.launching.time_plan import Lengths, plan_times
 from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.evaluation.first_look import Look
 
 _SUBJECT = "first look"
 
@@ -83,3 +89,14 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
             text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
             yield problem(_SUBJECT, text, "correct the cause above")
         yield from advise(look)
+    yield from (ok("time", str(plan)) for plan in plan_times(stages, sampled=_lengths(looks.values())))
+
+
+def _lengths(looks: "Collection[Look]") -> Lengths | None:
+    """Return the mean lengths of the chains that ended; None if their server tells none."""
+    known = [look for look in looks if look.tokens is not None and look.row_tokens]
+    if not known:
+        return None
+    told = [(look.prompt_tokens, look.turns, look.tokens or 0.0, look.row_tokens) for look in known]
+    prompt, turns, sampled, whole = (fmean(each, [look.ended for look in known]) for each in zip(*told, strict=True))
+    return Lengths(prompt, turns, sampled, whole - prompt - sampled, "those sampled")

@@ -11,6 +11,8 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from agentfactory.base.errors import plural
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
 from agentfactory.base.run_notices import clock
@@ -82,6 +84,8 @@ class Look:
     tokens: float | None = None
     """Sampled tokens of a chain that did not fail, mean; None if unknown."""
     row_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    turns: float = 0.0
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     """Tool server -> seconds that it waits for an instance of it, mean."""
@@ -175,6 +179,9 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         sampled = [chain.metrics["sampled_tokens"] for chain in ended if "sampled_tokens" in chain.metrics]
         look.tokens = fmean(sampled) if sampled else None
         look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in ended)
+        # chains of a chat endpoint have no rows
+        look.prompt_tokens = sum(int(np.argmax(row.mask)) for chain in ended for row in chain.rows[:1]) / len(ended)
+        look.turns = fmean(chain.turns for chain in ended)
         look.seconds = fmean(chain.seconds for chain in ended)
         look.held = fmean(chain.metrics.get("held_seconds", 0.0) for chain in ended)
         for chain in ended:
