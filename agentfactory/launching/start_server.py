@@ -35,14 +35,24 @@ def begin_server(
     return children.start("server", command, log, env=env, explain=serving.explain)
 
 
-def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
-    """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends."""
+def wait_for_server(
+    recipe: RolloutRecipe,
+    server: Child,
+    children: Children,
+    say: Callable[[str], None],
+    listens: Callable[[str], None] | None = None,
+) -> str:
+    """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends. `listens` gets the
+    address as soon as it is known: requests wait until the server is ready."""
     started, lines = time.monotonic(), list[str]()
     with doing(lambda seconds: f"waiting for the server, {seconds:.0f} s so far: {serving.stage(lines)}"):
         while (now := time.monotonic()) < started + recipe.server.startup_seconds:
             children.check_all()
             lines = server.tail(1000)
-            # the server picks a free port, and logs its address once it answers
+            # the server picks a free port
+            if listens is not None and (url := serving.ready_url(lines, "listening")):
+                listens(url)
+                listens = None
             if url := serving.ready_url(lines):
                 if now - started > QUIET_SECONDS:
                     say(f"the server is ready after {now - started:.0f} s")

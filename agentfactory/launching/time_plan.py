@@ -24,8 +24,8 @@ from agentfactory.rollout.config.data import DataConfig
 from agentfactory.rollout.data import Task, load_tasks
 
 _READ_ROWS = 64
-_MARKS = 5
-"""Tokens that a chat template adds to a message."""
+_MARKS, _OFFER = 5, 30
+"""Tokens that a chat template adds to a message, and that a call format adds to a prompt with tools."""
 _TOOL_TOKENS, _RESULT_TOKENS = 120, 40
 """Tokens of a tool's description and of its result, where nothing tells."""
 _LONGEST = 2
@@ -41,7 +41,7 @@ _CHAIN, _TURN, _CALL, _TOKEN, _STEP = 400, 200, 350, 5, 5000
 in the trainer, in operations on small tensors."""
 _SANDBOXED, _SANDBOX = {"code_interpreter", "shell"}, 5000
 """Tools that run code in a sandbox per chain, and work for one, in the same unit."""
-_PROBES, _SYNC = 400, 12_000
+_PROBES, _SYNC = 200, 12_000
 """Tokens that prove a sync, and its other work in operations on small tensors."""
 _BYTES = 1e9
 """Bytes of weights that are written, read and checked in a second, when all are sent."""
@@ -224,7 +224,11 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
         taken = {name: count(texts) for name, texts in parts.items()}
         results = taken["results"] + _MARKS * (fmean(turns) - 1)
         return Lengths(
-            taken["prompt"] + 2 * _MARKS, fmean(turns), taken["sampled"] + fmean(turns), results, "transcripts"
+            taken["prompt"] + 2 * _MARKS + _OFFER * any(task.get("tools") for task in rows),
+            fmean(turns),
+            taken["sampled"] + fmean(turns),
+            results,
+            "transcripts",
         )
     texts = [
         "".join(text_of(message.get("content") or "") for message in opening_messages(task, rollout.system_prompt))
@@ -233,8 +237,8 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
     tools = len(recipe.tools) + len(recipe.mcp_servers)
     turns_ = (1 + rollout.max_turns) / 2 if tools or rollout.agent else 1.0
     prompt = (count(texts) if texts else rollout.max_total_tokens / 4) + 2 * _MARKS + tools * _TOOL_TOKENS
-    sampled = min(turns_ * rollout.max_tokens / 2, max(1.0, rollout.max_total_tokens - prompt))
-    source = "half of rollout.max_tokens and rollout.max_turns; `agentfactory doctor --sample` measures them"
+    sampled = min(turns_ * rollout.max_tokens / 3, max(1.0, rollout.max_total_tokens - prompt))
+    source = "a third of rollout.max_tokens, half of rollout.max_turns; `agentfactory doctor --sample` measures them"
     return Lengths(prompt, turns_, sampled, (turns_ - 1) * _RESULT_TOKENS, source)
 
 

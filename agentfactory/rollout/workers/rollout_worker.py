@@ -115,7 +115,9 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         job, loaded = self.job, [*self.loaded, *self.held_out]
-        opened = open_sources(self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images)
+        opened = open_sources(
+            self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images, awaits_server=True
+        )
         async with opened as every, self._open_teachers() as teachers:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -332,9 +333,14 @@ class RolloutWorkers:
             for number in range(count):
                 log = logs / (f"worker-{number}.log" if number else "worker.log")
                 self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
-            with doing("the rollout worker opens its tools"):
-                self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
             failure.pop_all()
+
+    @cached_property
+    def ready(self) -> Ready:
+        """The first worker's answer, once all are ready."""
+        with doing("the rollout worker opens its tools"):
+            first, *_ = [worker.wait_until_ready() for worker in self._workers]
+        return first
 
     def next_batch(self, groups: int) -> list[Group]:
         """Wait for the next batch: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
@@ -355,6 +361,7 @@ class RolloutWorkers:
 
     def published(self, published: Published) -> None:
         """Notify the workers of the live weights; the first call starts generation."""
+        _ = self.ready
         for worker in self._workers:
             worker.started = True
             worker.send("published", **asdict(published))
