@@ -2,17 +2,16 @@
 
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from textwrap import indent
-from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.run_notices import doing
-from agentfactory.commands.server_commands import acting, schedule_of
+from agentfactory.commands.server_commands import acting
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
@@ -22,9 +21,6 @@ from agentfactory.launching.time_plan import Lengths, plan_times
 from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.evaluation.first_look import Look
 
 _SUBJECT = "first look"
 
@@ -82,21 +78,16 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         with tell_warnings(say), doing(describe_progress(lambda: COUNTS, used.rollout)):
             _, looks = run_rollout(used, folder.trajectories, folder.log, opened, served.name, sizes)
     for name, look in looks.items():
-        of, schedule = (f" on source {name}", None) if name else ("", schedule_of(used, chains))
-        first, *lines = describe(look, schedule)
+        of = f" on source {name}" if name else ""
+        first, *lines = describe(look)
         yield ok(_SUBJECT, "\n".join([f"{first}{of} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
         if (lost := look.chains - len(look.rewards)) > look.chains / 2:
             text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
             yield problem(_SUBJECT, text, "correct the cause above")
         yield from advise(look)
-    yield from (ok("time", str(plan)) for plan in plan_times(stages, sampled=_lengths(looks.values())))
-
-
-def _lengths(looks: "Collection[Look]") -> Lengths | None:
-    """Return the mean lengths of the chains that ended; None if their server tells none."""
-    known = [look for look in looks if look.tokens is not None and look.row_tokens]
-    if not known:
-        return None
-    told = [(look.prompt_tokens, look.turns, look.tokens or 0.0, look.row_tokens) for look in known]
-    prompt, turns, sampled, whole = (fmean(each, [look.ended for look in known]) for each in zip(*told, strict=True))
-    return Lengths(prompt, turns, sampled, whole - prompt - sampled, "those sampled")
+    sampled, chains = None, [chain for look in looks.values() for chain in look.lengths]
+    if chains:
+        prompt, turns, tokens, whole = map(fmean, zip(*chains, strict=True))
+        longest = max(chain[2] for chain in chains)
+        sampled = Lengths(prompt, turns, tokens, whole - prompt - tokens, "those sampled", longest)
+    yield from (ok("time", str(plan)) for plan in plan_times(stages, sampled=sampled))

@@ -37,11 +37,12 @@ def run(
     said = set()
 
     def findings() -> Iterator[Finding]:
-        yield from examine(recipe, overrides, coordinates, plans_time=look is None)
+        # a look ends with the plan for the lengths that it has seen
+        found = examine(recipe, overrides, coordinates)
+        yield from (finding for finding in found if look is None or finding.topic != "time")
         if look is not None and counts[Severity.PROBLEM]:
             yield warning("first look", "nothing was sampled, because of the problems above", "correct them first")
         elif look is not None:
-            # with its plan of time
             yield from _safely("first look", look)
 
     for finding in findings():
@@ -62,9 +63,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def examine(
-    recipe: str | None, overrides: Sequence[str], coordinates: bool = False, plans_time: bool = True
-) -> Iterator[Finding]:
+def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = False) -> Iterator[Finding]:
     """Yield all findings, the machine's first, each as soon as it is available."""
     stages: list[Recipe] = []
     yield from _safely("versions", machine_checks.check_versions)
@@ -97,8 +96,7 @@ def examine(
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
-    if plans_time:
-        yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
+    yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
     if coordinates and stages:
         from agentfactory.doctor.coordinate_checks import check_coordinates
 

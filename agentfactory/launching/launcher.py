@@ -167,16 +167,12 @@ def _run_stage(
         is_finishing=folder.is_finishing,
     )
     if server is not None:
-
-        def assign(url: str) -> None:
-            stage.assignment(url, time).write(folder.assignment)
-
         # on a CPU, trainer and worker load while the server does
-        on_gpu = stage.placement.on_gpu
-        url = wait_for_server(recipe, server, children, say, listens=None if on_gpu else assign)
-        if on_gpu:
-            stage.placement.check_trainers_room()
-            assign(url)
+        early = () if stage.placement.on_gpu else ("listening",)
+        url = wait_for_server(recipe, server, children, say, *early)
+        stage.placement.check_trainers_room()
+        stage.assignment(url, time).write(folder.assignment)
+        wait_for_server(recipe, server, children, say)
     try:
         children.wait(trainer)
     except ChildFailed:

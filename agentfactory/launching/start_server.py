@@ -36,25 +36,18 @@ def begin_server(
 
 
 def wait_for_server(
-    recipe: RolloutRecipe,
-    server: Child,
-    children: Children,
-    say: Callable[[str], None],
-    listens: Callable[[str], None] | None = None,
+    recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None], *early: str
 ) -> str:
-    """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends. `listens` gets the
-    address as soon as it is known: requests wait until the server is ready."""
+    """Wait until a new server is ready, or has logged its address after one of the words in `early`; return its
+    address, where requests wait until it is ready. Raises ChildFailed if a child ends."""
     started, lines = time.monotonic(), list[str]()
     with doing(lambda seconds: f"waiting for the server, {seconds:.0f} s so far: {serving.stage(lines)}"):
         while (now := time.monotonic()) < started + recipe.server.startup_seconds:
             children.check_all()
             lines = server.tail(1000)
-            # the server picks a free port
-            if listens is not None and (url := serving.ready_url(lines, "listening")):
-                listens(url)
-                listens = None
-            if url := serving.ready_url(lines):
-                if now - started > QUIET_SECONDS:
+            # the server picks a free port, and logs its address
+            if url := serving.ready_url(lines, *early):
+                if now - started > QUIET_SECONDS and not early:
                     say(f"the server is ready after {now - started:.0f} s")
                 return url
             time.sleep(POLL_SECONDS)

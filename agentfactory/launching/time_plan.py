@@ -20,7 +20,6 @@ from agentfactory.recipe.checks import is_quick, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.opening_prompt import opening_messages
-from agentfactory.rollout.config.data import DataConfig
 from agentfactory.rollout.data import Task, load_tasks
 
 _READ_ROWS = 64
@@ -29,13 +28,14 @@ _MARKS, _OFFER = 5, 30
 _TOOL_TOKENS, _RESULT_TOKENS = 120, 40
 """Tokens of a tool's description and of its result, where nothing tells."""
 _LONGEST = 2
-"""Tokens that the longest chain of a batch samples, over the mean: it decides how many decoding steps a batch takes."""
-_MOVED = 256
+"""Tokens that the longest chain of a batch samples, over the mean, if unknown: it decides how many decoding steps a
+batch takes."""
+_MOVED = 320
 """Numbers that a pass moves through memory, beside products of weights, for a token, per layer and feature: norms,
 rotations, attention, activations, adapters. Each takes as long as reading a weight in a decoding step. Those of a
 network below WIDE stay in the processor's caches."""
-_PER_LAYER = {"decode": 25, "update": 200}
-"""Operations of a layer in a decoding step, and in the update of a micro-batch."""
+_PER_LAYER = {"decode": 25, "adapter": 100, "update": 200}
+"""Operations of a layer in a decoding step, of its adapter there, and in the update of a micro-batch."""
 _CHAIN, _TURN, _CALL, _TOKEN, _STEP = 400, 200, 350, 5, 5000
 """Work for a chain and a turn in worker and server, for a call through an MCP server, and for a row's token and a step
 in the trainer, in operations on small tensors."""
@@ -66,6 +66,8 @@ class Lengths:
     sampled: float
     results: float
     source: str
+    longest: float = 0.0
+    """Sampled tokens of the longest chain, if known."""
 
     @property
     def whole(self) -> float:
@@ -155,14 +157,15 @@ def plan_time(recipe: Recipe, size: Size, lengths: Lengths, speed: Speed, done: 
     row = (many - few) / (ROWS[1] - ROWS[0])
     moved = _MOVED * size.layers * size.width if size.width >= WIDE else 0
     token = size.body * row + moved * speed.of("float32", size.width)[0]
-    train, lora = recipe.train, recipe.model.lora
+    train, lora, longest = recipe.train, recipe.model.lora, lengths.longest or _LONGEST * lengths.sampled
     chains = train.batch_size * (1 if train.algorithm == "sft" else recipe.largest_group)
     sandbox = 0 if _SANDBOXED.isdisjoint(recipe.tools) else _SANDBOX
 
     def rollout(tasks: float, chains: float) -> float:
         rounds = chains / min(chains, recipe.server.max_num_seqs, recipe.most_chains())
-        steps = lengths.sampled * min(chains, rounds + _LONGEST - 1)
-        started = (size.body + size.head) * (few - ROWS[0] * row) + size.layers * _PER_LAYER["decode"] * speed.operation
+        steps = min(chains * lengths.sampled, (rounds - 1) * lengths.sampled + longest)
+        operations = size.layers * (_PER_LAYER["decode"] + (_PER_LAYER["adapter"] if lora else 0))
+        started = (size.body + size.head) * (few - ROWS[0] * row) + operations * speed.operation
         decoding = steps * started + chains * lengths.sampled * (token + size.head * row)
         prefill = (tasks * lengths.prompt + chains * lengths.results) * token
         calls = _CALL * (lengths.turns - 1) if recipe.mcp_servers else 0
@@ -202,34 +205,14 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
     def count(texts: Sequence[str]) -> float:
         return fmean(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
 
-    rows = _rows(recipe.data)
+    rows, data = list[Task](), recipe.data
+    if data is not None and data.file is not None and is_quick(data.file):
+        rows = load_tasks(data.model_copy(update={"limit": min(data.limit or _READ_ROWS, _READ_ROWS)}))
     if recipe.train.algorithm == "sft" and rows:
-        parts: dict[str, list[str]] = {"prompt": [], "sampled": [], "results": []}
-        turns: list[int] = []
-        for task in rows:
-            told = dict.fromkeys(parts, "")
-            told["prompt"] = json.dumps(task.get("tools")) if task.get("tools") else ""
-            said = [message["role"] == "assistant" for message in task["messages"]]
-            first, turns = said.index(True) if True in said else len(said), [*turns, sum(said)]
-            for place, message in enumerate(task["messages"]):
-                part = "sampled" if said[place] else "prompt" if place < first else "results"
-                calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
-                written = [
-                    text_of(message.get("content") or ""),
-                    *(f"<tool_call>\n{call}\n</tool_call>" for call in calls),
-                ]
-                told[part] += "\n".join([*written, ""])
-            for name, text in told.items():
-                parts[name].append(text)
-        taken = {name: count(texts) for name, texts in parts.items()}
-        results = taken["results"] + _MARKS * (fmean(turns) - 1)
-        return Lengths(
-            taken["prompt"] + 2 * _MARKS + _OFFER * any(task.get("tools") for task in rows),
-            fmean(turns),
-            taken["sampled"] + fmean(turns),
-            results,
-            "transcripts",
-        )
+        prompt, sampled, results = map(count, zip(*map(_parts, rows), strict=True))
+        prompt += 2 * _MARKS + _OFFER * any(task.get("tools") for task in rows)
+        turns = fmean(sum(message["role"] == "assistant" for message in task["messages"]) for task in rows)
+        return Lengths(prompt, turns, sampled + turns, results + _MARKS * (turns - 1), "transcripts")
     texts = [
         "".join(text_of(message.get("content") or "") for message in opening_messages(task, rollout.system_prompt))
         for task in rows
@@ -242,10 +225,15 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
     return Lengths(prompt, turns_, sampled, (turns_ - 1) * _RESULT_TOKENS, source)
 
 
-def _rows(data: DataConfig | None) -> list[Task]:
-    if data is None or data.file is None or not is_quick(data.file):
-        return []
-    return load_tasks(data.model_copy(update={"limit": min(data.limit or _READ_ROWS, _READ_ROWS)}))
+def _parts(task: Task) -> list[str]:
+    """Return the prompt of a transcript, what its model said, and the results, as text."""
+    parts = [json.dumps(task["tools"]) if task.get("tools") else "", "", ""]
+    for message in task["messages"]:
+        calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+        written = [text_of(message.get("content") or ""), *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        part = 1 if message["role"] == "assistant" else 2 if parts[1] else 0
+        parts[part] += "\n".join([*written, ""])
+    return parts
 
 
 def size_of(folder: Path) -> Size:

@@ -66,10 +66,10 @@ async def open_sources(
     processes: int = 1,
     images: Path | None = None,
     proxy: Proxy | None = None,
-    awaits_server: bool = False,
+    routes_seconds: float = ROUTES_SECONDS,
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
     """Open the runners of the parts in `loaded`, as open_runner and open_all do; `processes` share the memory.
-    `awaits_server`: the server may still be starting."""
+    Servers get `routes_seconds` to describe their routes."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
     async with _connected(recipe, urls, images, proxy) as (client, folder):
@@ -78,8 +78,8 @@ async def open_sources(
             return _open_chains(part, base, client, folder, processes=processes)
 
         async with open_all(loaded, opener) as sources:
-            # last, because a server may still be loading its model
-            await client.check_routes(recipe.server.startup_seconds if awaits_server else ROUTES_SECONDS)
+            # last, because they may still be loading their model
+            await client.check_routes(routes_seconds)
             yield sources
 
 

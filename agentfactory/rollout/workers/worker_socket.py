@@ -41,8 +41,6 @@ from agentfactory.rollout.trajectory import Group
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0
-READY_SECONDS = 30.0
-"""Seconds after which the user is informed that a new worker is not ready."""
 _LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 """Seconds that a worker gets to end its chains and close its tools."""
@@ -214,11 +212,8 @@ class WorkerProcess:
                     return Ready(message["renderer"], message["chat_template"])
                 self._take(message)
                 continue
-            text = f"the rollout worker is not ready after {due:.0f} s: "
             if (held := self.held_by()) is not None:
-                inform(logger, text + held[0], see=str(self.log_file))
-            elif due >= READY_SECONDS:
-                text += "it loads the tokenizer, opens the tools and tries the first reset"
+                text = f"the rollout worker is not ready after {due:.0f} s: {held[0]}"
                 inform(logger, text, see=str(self.log_file))
             due *= 3
 

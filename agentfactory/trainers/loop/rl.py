@@ -40,7 +40,6 @@ from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 from agentfactory.trainers.metrics import bounds_of_success, group_metrics
-from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.proven_push import push_proven
@@ -154,11 +153,7 @@ def train_rl(
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights. Version 0 is the initial weights; step k ends with version k. Every process calls it. `checkpoints`
     contains the state to continue from. `images` is the folder of the chains' images."""
-
-    def needs() -> TokenNeeds | None:
-        services.await_ready()
-        return checkpoints.token_needs()
-
+    needs = partial(checkpoints.token_needs, services.await_ready)
     with services.turns.training():
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
         if services.canary is not None:
