@@ -85,9 +85,8 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
             text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
             yield problem(_SUBJECT, text, "correct the cause above")
         yield from advise(look)
-    sampled, chains = None, [chain for look in looks.values() for chain in look.lengths]
-    if chains:
-        prompt, turns, tokens, whole = map(fmean, zip(*chains, strict=True))
-        longest = max(chain[2] for chain in chains)
-        sampled = Lengths(prompt, turns, tokens, whole - prompt - tokens, "those sampled", longest)
+    sampled, seen = None, [one for look in looks.values() for one in look.lengths]
+    if seen:
+        prompt, turns, tokens, whole = map(fmean, zip(*seen, strict=True))
+        sampled = Lengths(prompt, turns, tokens, whole - prompt - tokens, "those sampled", max(one[2] for one in seen))
     yield from (ok("time", str(plan)) for plan in plan_times(stages, sampled=sampled))

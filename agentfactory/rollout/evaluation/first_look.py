@@ -83,7 +83,7 @@ class Look:
     tokens: float | None = None
     """Sampled tokens of a chain that did not fail, mean; None if unknown."""
     lengths: list[tuple[float, ...]] = field(default_factory=list)
-    """(tokens of the prompt, turns, sampled tokens, all tokens) of each such chain."""
+    """(tokens of the prompt, turns, sampled tokens, all tokens) of each such chain with rows."""
     row_tokens: float = 0.0
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
@@ -178,11 +178,9 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         sampled = [chain.metrics["sampled_tokens"] for chain in ended if "sampled_tokens" in chain.metrics]
         look.tokens = fmean(sampled) if sampled else None
         look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in ended)
-        # chains of a chat endpoint have no rows
-        with_rows = [chain for chain in ended if chain.rows and "sampled_tokens" in chain.metrics]
-        prompts = [float(np.argmax(chain.rows[0].mask)) for chain in with_rows]
-        counts = [(chain.turns, chain.metrics["sampled_tokens"], chain.metrics["row_tokens"]) for chain in with_rows]
-        look.lengths = [(prompt, *count) for prompt, count in zip(prompts, counts, strict=True)]
+        for chain in (chain for chain in ended if chain.rows):
+            mask = np.concatenate([row.mask for row in chain.rows])
+            look.lengths.append((float(mask.argmax()), chain.turns, float(mask.sum()), float(mask.size)))
         look.seconds = fmean(chain.seconds for chain in ended)
         look.held = fmean(chain.metrics.get("held_seconds", 0.0) for chain in ended)
         for chain in ended:

@@ -115,15 +115,8 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         job, loaded = self.job, [*self.loaded, *self.held_out]
-        opened = open_sources(
-            self.recipe,
-            loaded,
-            job.base,
-            job.urls,
-            processes=self.share.of,
-            images=job.images,
-            routes_seconds=self.recipe.server.startup_seconds,
-        )
+        patiently = partial(open_sources, routes_seconds=self.recipe.server.startup_seconds)
+        opened = patiently(self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images)
         async with opened as every, self._open_teachers() as teachers:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:

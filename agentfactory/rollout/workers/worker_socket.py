@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -323,12 +322,9 @@ class RolloutWorkers:
         self._rollout = job.recipe.rollout
         self._figures: dict[str, float] = {}
         self._workers: list[WorkerProcess] = []
-        with ExitStack() as failure:
-            failure.callback(self.close)
-            for number in range(count):
-                log = logs / (f"worker-{number}.log" if number else "worker.log")
-                self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
-            failure.pop_all()
+        for number in range(count):
+            log = logs / (f"worker-{number}.log" if number else "worker.log")
+            self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
 
     @cached_property
     def ready(self) -> Ready:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from agentfactory.rollout.images.image_tokens import Grid
 
-SUMMED_ELEMENTS = 2**19
-"""Probabilities that are summed up together on a CPU."""
-
 
 class UnsupportedModel(ValueError):
     """A model that needs something that the engine does not support; the message names it."""
@@ -133,11 +130,12 @@ def sample(
         scaled = scaled / torch.tensor([t or 1.0 for t in temperature], device=logits.device)[:, None]
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
-        uniform = torch.tensor([r.generator.random() if r.temperature else 0.0 for r in requests], dtype=torch.float64)
+        numbers = [r.generator.random() if r.temperature else 0.0 for r in requests]
+        uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)[:, None]
         # a CPU's caches hold few rows of a large vocabulary; a GPU takes all at once
-        rows = max(1, SUMMED_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(requests)
+        at_once = max(1, 2**19 // logits.shape[-1]) if logits.device.type == "cpu" else len(requests)
         found = []
-        for part, drawn in zip(logprobs.split(rows), uniform.to(logits.device)[:, None].split(rows), strict=True):
+        for part, drawn in zip(logprobs.split(at_once), uniform.split(at_once), strict=True):
             cumulative = part.exp().double().cumsum_(-1)
             found.append(torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True))
         tokens = torch.cat(found).clamp_(max=logits.shape[-1] - 1)
