@@ -4,18 +4,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from textwrap import indent
 
 from agentfactory.base.errors import SettingError, plural
 from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.run_notices import doing
-from agentfactory.commands.server_commands import acting, schedule_of
+from agentfactory.commands.server_commands import acting
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import tell_warnings
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.launching.time_plan import Lengths, plan_times
 from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -76,10 +78,15 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         with tell_warnings(say), doing(describe_progress(lambda: COUNTS, used.rollout)):
             _, looks = run_rollout(used, folder.trajectories, folder.log, opened, served.name, sizes)
     for name, look in looks.items():
-        of, schedule = (f" on source {name}", None) if name else ("", schedule_of(used, chains))
-        first, *lines = describe(look, schedule)
+        of = f" on source {name}" if name else ""
+        first, *lines = describe(look)
         yield ok(_SUBJECT, "\n".join([f"{first}{of} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
         if (lost := look.chains - len(look.rewards)) > look.chains / 2:
             text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
             yield problem(_SUBJECT, text, "correct the cause above")
         yield from advise(look)
+    sampled, seen = None, [one for look in looks.values() for one in look.lengths]
+    if seen:
+        prompt, turns, tokens, whole = map(fmean, zip(*seen, strict=True))
+        sampled = Lengths(prompt, turns, tokens, whole - prompt - tokens, "those sampled", max(one[2] for one in seen))
+    yield from (ok("time", str(plan)) for plan in plan_times(stages, sampled=sampled))

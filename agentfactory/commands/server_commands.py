@@ -25,7 +25,6 @@ from agentfactory.launching.run_folder import RunFolder, check_writable, next_fr
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command_line import address_fault, chat_fault, outside_fault, server_command
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from agentfactory.rollout.evaluation.evaluate import Evaluation
-    from agentfactory.rollout.evaluation.first_look import Look, Schedule
+    from agentfactory.rollout.evaluation.first_look import Look
     from agentfactory.rollout.evaluation.side_by_side import OtherEvaluation
     from agentfactory.rollout.sources import Loaded, Source
 
@@ -193,32 +192,21 @@ def _report(
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
     for table in [*tables(found), *([] if other is None else compared(folder.trajectories, other))]:
         say(table)
-    _tell_looks(found.looks, recipe, found.chains, say)
+    _tell_looks(found.looks, say)
     say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
     _check_failed(sum(found.failures.values()), found.chains)
 
 
-def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say) -> None:
+def _tell_looks(looks: "dict[str, Look]", say: Say) -> None:
     from agentfactory.rollout.evaluation.advice import advise
     from agentfactory.rollout.evaluation.first_look import describe
 
     for name, look in looks.items():
         of = f" of source {name}" if name else ""
-        schedule = None if name else schedule_of(recipe, running)
-        say("\n  ".join([f"what the sampled chains{of} did:", *describe(look, schedule)]))
+        say("\n  ".join([f"what the sampled chains{of} did:", *describe(look)]))
         for advice in advise(look):
             say(f"warning: {advice}")
-
-
-def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
-    """Return the chains of a training step, for a look at `running` chains at a time; None without chains."""
-    from agentfactory.rollout.evaluation.first_look import Schedule
-
-    if not runs_chains(recipe, "train"):
-        return None
-    train, most = recipe.train, recipe.most_chains()
-    return Schedule(train.batch_size * recipe.largest_group, train.steps, min(running, most), most)
 
 
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
@@ -239,7 +227,7 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
                 opened = open_sources(stage, loaded, folder.path, urls, images=folder.images)
                 metrics, looks = run_rollout(stage, folder.trajectories, log, opened, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
-    _tell_looks(looks, stage, sum(look.chains for look in looks.values()), say)
+    _tell_looks(looks, say)
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")
     saved = display(folder.trajectories)

@@ -37,7 +37,9 @@ def run(
     said = set()
 
     def findings() -> Iterator[Finding]:
-        yield from examine(recipe, overrides, coordinates)
+        # a look ends with the plan for the lengths that it has seen
+        found = examine(recipe, overrides, coordinates)
+        yield from (finding for finding in found if look is None or finding.topic != "time")
         if look is not None and counts[Severity.PROBLEM]:
             yield warning("first look", "nothing was sampled, because of the problems above", "correct them first")
         elif look is not None:

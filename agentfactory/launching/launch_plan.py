@@ -27,7 +27,7 @@ from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of, updated
-from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, step_of
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
 AUTO = "auto"
@@ -196,7 +196,8 @@ class RunPlan:
             yield f"{name}: trainer: {stage.trainer}"
 
     def times(self) -> list[TimePlan | str]:
-        return [*plan_times([stage.recipe for stage in self.stages])]
+        done = [step_of(stage.checkpoint) if stage.checkpoint is not None else 0 for stage in self.stages]
+        return [*plan_times([stage.recipe for stage in self.stages], done)]
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:

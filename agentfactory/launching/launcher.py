@@ -167,9 +167,12 @@ def _run_stage(
         is_finishing=folder.is_finishing,
     )
     if server is not None:
-        url = wait_for_server(recipe, server, children, say)
+        # on a CPU, trainer and worker load while the server does
+        early = () if stage.placement.on_gpu else ("listening",)
+        url = wait_for_server(recipe, server, children, say, *early)
         stage.placement.check_trainers_room()
         stage.assignment(url, time).write(folder.assignment)
+        wait_for_server(recipe, server, children, say)
     try:
         children.wait(trainer)
     except ChildFailed:

@@ -35,16 +35,19 @@ def begin_server(
     return children.start("server", command, log, env=env, explain=serving.explain)
 
 
-def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
-    """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends."""
+def wait_for_server(
+    recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None], *early: str
+) -> str:
+    """Wait until a new server is ready, or has logged its address after one of the words in `early`; return its
+    address, where requests wait until it is ready. Raises ChildFailed if a child ends."""
     started, lines = time.monotonic(), list[str]()
     with doing(lambda seconds: f"waiting for the server, {seconds:.0f} s so far: {serving.stage(lines)}"):
         while (now := time.monotonic()) < started + recipe.server.startup_seconds:
             children.check_all()
             lines = server.tail(1000)
-            # the server picks a free port, and logs its address once it answers
-            if url := serving.ready_url(lines):
-                if now - started > QUIET_SECONDS:
+            # the server picks a free port, and logs its address
+            if url := serving.ready_url(lines, *early):
+                if now - started > QUIET_SECONDS and not early:
                     say(f"the server is ready after {now - started:.0f} s")
                 return url
             time.sleep(POLL_SECONDS)

@@ -192,8 +192,6 @@ class _Run:
         if not main:
             return replace(services, canary=canary)
         servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
-        for server in servers:
-            server.require(backend_of(recipe).routes)
         backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), services.turns
         if recipe.placement.mode == "time_share":
             servers[0].require(SLEEP_ROUTES)
@@ -216,8 +214,13 @@ class _Run:
         )
         workers = RolloutWorkers(job, folder.logs, sync.bring_back)
         self.stack.callback(workers.close)
-        checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
-        return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
+
+        def await_ready() -> None:
+            checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
+            for server in servers:
+                server.require(backend_of(recipe).routes)
+
+        return replace(services, source=workers, sync=sync, canary=canary, turns=turns, await_ready=await_ready)
 
 
 def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> list[Row] | None:

@@ -1,5 +1,6 @@
 """`agentfactory doctor RECIPE --sample N`: a real model is sampled, its look and advice are said, nothing is left."""
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -32,7 +33,8 @@ def test_a_model_is_looked_at_before_training(
     assert "calls: 0 of 6 chains called a tool, " in said
     assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in said
     assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
-    assert "\n         time: a step samples its 8 chains in " in said
+    # the chains' lengths, not half of what the limits allow
+    assert re.search(r"\nok       time: a step takes about .* sampled of \d+ tokens \(those sampled\)", said)
     assert said.count("\n         first turn (reward 0) ") == 3
     assert (
         "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: such groups teach nothing\n" in said

@@ -15,8 +15,8 @@ from agentfactory.recipe.schema import Recipe
 
 pytestmark = pytest.mark.unit
 
-SPEED = Speed({width: {"float32": [2e-9, 250e-9]} for width in ("128", "1024")}, operation=0.0)
-"""A second per 1e9 weights and row, and another for reading 1e9 weights."""
+SPEED = Speed({width: {"float32": [10e-9, 258e-9]} for width in ("128", "1024")}, operation=0.0)
+"""A second per 1e9 weights and row, and two for reading 1e9 weights."""
 SIZE = Size(layers=1, body=900, head=100, width=64)
 
 
@@ -31,18 +31,18 @@ def recipe_of(**train: object) -> Recipe:
     return Recipe.model_validate({"name": "r", "output": "/o", **settings})
 
 
-def test_a_step_is_the_sum_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_plan, "_OCCUPIED", 1.0)
+def test_a_step_is_the_sum_of_its_passes() -> None:
     lengths = Lengths(prompt=10, turns=2, sampled=20, results=5, source="")
     plan = plan_time(recipe_of(), SIZE, lengths, SPEED)
-    # 8 chains decode 20 tokens each; 2 prompts of 10 and the results of 8 chains are read without a head
-    decode, prefill = 20 * 1000 * 2e-9, (2 * 10 + 8 * 5) * 900 * 1e-9
+    # 8 chains decode 20 tokens each, the longest 40; 2 prompts of 10 and the results of 8 chains need no head
+    decode, prefill = 40 * 1000 * 2e-9 + 8 * 20 * 1000 * 1e-9, (2 * 10 + 8 * 5) * 900 * 1e-9
     assert plan.phases["rollout"] == pytest.approx(decode + prefill)
     # forward, and the gradients of activations and weights; the head only where tokens were sampled
     assert plan.phases["update"] == pytest.approx(3 * ((2 * 10 + 8 * 25) * 900 + 8 * 20 * 100) * 1e-9)
-    assert plan.phases["sync"] == pytest.approx(400 * 1000 * 1e-9 + 4 * 1000 / 1e9)
+    assert plan.phases["sync"] == pytest.approx(200 * 1000 * 1e-9 + 4 * 1000 / 1e9)
     padded = plan_time(recipe_of(batching="padded"), SIZE, lengths, SPEED)
     assert padded.phases["update"] == pytest.approx(3 * (8 * 35 * 900 + 8 * 20 * 100) * 1e-9)
+    assert "the rest of the run" in str(plan_time(recipe_of(), SIZE, lengths, SPEED, done=2))
     seen = {"step": 2, "turns": 3.0, "trajectory/sampled_tokens": 60.0}
     assert plan.told_after({**seen, "seconds/step": 1.4 * plan.step}) is None
     assert "its chains had 3.0 turns and 60 sampled tokens, planned were 2.0 and 20" in str(

@@ -18,7 +18,6 @@ from agentfactory.rollout.evaluation.first_look import (
     FirstGroups,
     Look,
     Offer,
-    Schedule,
     describe,
     format_name,
     formats_that_read,
@@ -102,7 +101,7 @@ def test_the_words_say_what_happened() -> None:
     ]
     chains[1].malformed_turns, chains[3].error = [0], "the server died"
     chains[0].timeline = [Stretch(Activity.WAIT, 0.0, 8.0, name="pad"), Stretch(Activity.WAIT, 0.0, 9.0, 0, "pad")]
-    lines = describe(look_at(groups(*chains), offer()), Schedule(chains=32, steps=100, at_once=8, most=8))
+    lines = describe(look_at(groups(*chains), offer()))
     assert lines == [
         "8 chains of 2 tasks",
         "calls: 1 of 8 chains called a tool, 1 had a malformed turn, 1 had a turn cut at rollout.max_tokens=512, "
@@ -115,8 +114,6 @@ def test_the_words_say_what_happened() -> None:
         "tool_infrastructure, such as: the server died",
         "rewards: mean 0.429, from 0 to 1; they differ in 1 of 2 groups: the others would teach nothing",
         "a chain: 20 tokens sampled, 2.0 s, 1.1 s of it waiting for pad",
-        "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
-        "syncs come on top",
     ]
     assert describe(look_at([], offer())) == ["0 chains of 0 tasks"]
 

@@ -34,7 +34,7 @@ ROWS = (8, 256)
 """Rows of the input of a timed linear layer: those of a decoding step, and of a prefill or an update."""
 WIDTHS = (128, 1024)
 """Features of the input of a timed layer; its output has four times as many."""
-_WIDE = 512
+WIDE = 512
 REPETITIONS, COPIES = 5, (16, 2)
 """Timed layers for each of ROWS: those of a decoding step come from memory, not from the processor's caches."""
 FASTER = 0.8
@@ -68,7 +68,7 @@ class Speed:
 
     def of(self, dtype: str, width: int) -> list[float]:
         """Return the seconds per weight, for each of ROWS, of layers of about this width."""
-        return self.layers[str(WIDTHS[width >= _WIDE])]["float32" if dtype == "float32" else "bfloat16"]
+        return self.layers[str(WIDTHS[width >= WIDE])]["float32" if dtype == "float32" else "bfloat16"]
 
     def fastest(self, width: int = WIDTHS[1]) -> tuple[str, str]:
         """Return the dtype for a network of this width, and the reason."""
@@ -92,7 +92,7 @@ def fastest_dtype(model: str, tell: bool) -> str:
 
 def is_wide(model: str) -> bool:
     """Return whether layers of this model keep several threads busy."""
-    return width_of(model) >= _WIDE
+    return width_of(model) >= WIDE
 
 
 def width_of(model: str) -> int:

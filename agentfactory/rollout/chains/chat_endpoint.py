@@ -21,7 +21,7 @@ from agentfactory.rollout.inference.http_transport import (
     ServerUnreachableError,
     refusal,
 )
-from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
+from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, ROUTES_SECONDS, InferenceClient
 from agentfactory.rollout.text.parsers.parser import with_json_arguments
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class ChatEndpoint(InferenceClient):
             return None  # a web page, not an API
         return await self.connection.models(root) if set(NEEDED_ROUTES) <= paths else None
 
-    async def check_routes(self) -> None:
+    async def check_routes(self, seconds: float = ROUTES_SECONDS) -> None:
         """Look up the model's name if none was given. Raise ChatEndpointError unless the endpoint lists exactly one."""
         if self.model:
             return

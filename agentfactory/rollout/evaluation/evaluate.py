@@ -25,7 +25,7 @@ from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, keep_unfinished
-from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.inference_client import ROUTES_SECONDS, InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sources import Loaded, Source, mix_of, open_all
 from agentfactory.rollout.text.load_renderer import load_renderer
@@ -52,6 +52,7 @@ async def open_runner(
         _connected(recipe, urls, images) as (client, folder),
         _open_chains(recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent) as runner,
     ):
+        await client.check_routes()
         yield runner
 
 
@@ -65,8 +66,10 @@ async def open_sources(
     processes: int = 1,
     images: Path | None = None,
     proxy: Proxy | None = None,
+    routes_seconds: float = ROUTES_SECONDS,
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
-    """Open the runners of the parts in `loaded`, as open_runner and open_all do; `processes` share the memory."""
+    """Open the runners of the parts in `loaded`, as open_runner and open_all do; `processes` share the memory.
+    Servers get `routes_seconds` to describe their routes."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
     async with _connected(recipe, urls, images, proxy) as (client, folder):
@@ -75,6 +78,8 @@ async def open_sources(
             return _open_chains(part, base, client, folder, processes=processes)
 
         async with open_all(loaded, opener) as sources:
+            # last, because they may still be loading their model
+            await client.check_routes(routes_seconds)
             yield sources
 
 
@@ -88,7 +93,6 @@ async def _connected(
     opened = TemporaryDirectory(prefix="agentfactory-images-") if images is None else nullcontext(images)
     with opened as folder:
         async with InferenceClient(urls, server.api_key_env, server.retry_seconds, proxy) as client:
-            await client.check_routes()
             following = asyncio.create_task(follow_server(client))
             try:
                 yield client, Path(folder)

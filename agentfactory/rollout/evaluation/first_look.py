@@ -11,9 +11,10 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from agentfactory.base.errors import plural
 from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
-from agentfactory.base.run_notices import clock
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.rules import offered
@@ -81,6 +82,8 @@ class Look:
     compared: int = 0
     tokens: float | None = None
     """Sampled tokens of a chain that did not fail, mean; None if unknown."""
+    lengths: list[tuple[float, ...]] = field(default_factory=list)
+    """(tokens of the prompt, turns, sampled tokens, all tokens) of each such chain with rows."""
     row_tokens: float = 0.0
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
@@ -175,6 +178,9 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         sampled = [chain.metrics["sampled_tokens"] for chain in ended if "sampled_tokens" in chain.metrics]
         look.tokens = fmean(sampled) if sampled else None
         look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in ended)
+        for chain in (chain for chain in ended if chain.rows):
+            mask = np.concatenate([row.mask for row in chain.rows])
+            look.lengths.append((float(mask.argmax()), chain.turns, float(mask.sum()), float(mask.size)))
         look.seconds = fmean(chain.seconds for chain in ended)
         look.held = fmean(chain.metrics.get("held_seconds", 0.0) for chain in ended)
         for chain in ended:
@@ -264,18 +270,8 @@ def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
     return found.error is None and bool(names) and names <= {spec.name for spec in specs}
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The chains of a training step, the number of steps, and how many chains ran (`at_once`) and may run at a time."""
-
-    chains: int
-    steps: int
-    at_once: int
-    most: int
-
-
-def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
-    """Return the look as lines of text. `schedule`: also estimate how long a step and the run sample."""
+def describe(look: Look) -> list[str]:
+    """Return the look as lines of text."""
     lines = [f"{plural(look.chains, 'chain')} of {plural(look.tasks, 'task')}"]
     if not look.chains:
         return lines
@@ -295,8 +291,6 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     sizes = ", ".join(part for part in (sampled, rows, f"{look.seconds:.1f} s") if part)
     waits = [f"{seconds:.1f} s of it waiting for {name}" for name, seconds in look.waits.items() if seconds >= 0.1]
     lines.append(f"a chain: {', '.join([sizes, *waits])}")
-    if schedule is not None and look.seconds:
-        lines.append(f"time: {_time(look, schedule)}")
     return lines
 
 
@@ -338,19 +332,3 @@ def _rewards(look: Look) -> str:
         return f"{told}; they differ in {teach} of {groups_of}; training compares {size}"
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
-
-
-def _time(look: Look, schedule: Schedule) -> str:
-    """Estimate the time for sampling by Little's law: with n chains at a time, one ends every 1/n of its duration."""
-    most = min(schedule.most, schedule.chains)
-    slowest = look.seconds * max(schedule.chains / max(schedule.at_once, 1), 1.0)
-    fastest = min(slowest, look.seconds * max(schedule.chains / most, 1.0))
-
-    def between(times: int) -> str:
-        low, high = clock(fastest * times), clock(slowest * times)
-        return f"about {low}" if fastest > 0.8 * slowest else f"{low} to {high}"
-
-    return (
-        f"a step samples its {plural(schedule.chains, 'chain')} in {between(1)}, and the run its "
-        f"{plural(schedule.steps, 'step')} in {between(schedule.steps)}; updates and syncs come on top"
-    )

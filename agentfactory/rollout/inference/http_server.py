@@ -165,6 +165,8 @@ def run_server(
             if not is_loopback(host) and not args.api_key_env:
                 raise SettingError("--host", f"got {args.host}, a public address", "name a key by --api-key-env")
             api_key, _ = cleanup.enter_context(server_key(host, port, args.api_key_env))
+            # requests wait until the model is loaded
+            print(f"listening {_url(listener)}", flush=True)
             asyncio.run(serve(listener, api_key, cleanup))
         except SettingError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -189,5 +191,9 @@ async def answer_requests(listener: socket.socket, server: ProtocolServer) -> No
     )
     limit = ConnectionLimit(most_connections())
     await loop.create_server(partial(limit.admit, connect), sock=listener, backlog=1024)
+    print(f"ready {_url(listener)}", flush=True)
+
+
+def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -116,11 +116,11 @@ class InferenceClient:
         await self.recovery.close()
         await self.connection.__aexit__(*exception)
 
-    async def check_routes(self) -> None:
+    async def check_routes(self, seconds: float = ROUTES_SECONDS) -> None:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
-                status, text, _ = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
+                status, text, _ = await self.connection.request("GET", url + "/openapi.json", seconds=seconds)
                 if status == 401:
                     raise ServerUnreachableError(f"server {url} answered 401: {self.connection.lacking_key(url)}")
                 if status != 200:

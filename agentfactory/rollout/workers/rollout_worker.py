@@ -28,7 +28,7 @@ from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
 from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
-from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, Schedule, describe
+from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, describe
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
@@ -115,7 +115,8 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         job, loaded = self.job, [*self.loaded, *self.held_out]
-        opened = open_sources(self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images)
+        patiently = partial(open_sources, routes_seconds=self.recipe.server.startup_seconds)
+        opened = patiently(self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images)
         async with opened as every, self._open_teachers() as teachers:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:
@@ -238,15 +239,9 @@ class Worker:
 
     def _show(self, looks: dict[str, Look]) -> None:
         """Show the first look at the model, by source, which was taken while the first batches ran."""
-        rollout, step = self.recipe.rollout, self.job.batch_size * self.recipe.largest_group
-        most = self.recipe.most_chains()
-        running = step * (rollout.max_staleness + 1)
-        # a step's chains are those of all sources
-        schedule = Schedule(step, self.job.total // self.job.batch_size, min(most, running), most)
         for name, look in looks.items():
             of = f" on source {name}" if name else ""
-            lines = describe(look, None if name else schedule)
-            inform(logger, "\n  ".join([f"first look at the model{of}:", *lines]), see=PAGE)
+            inform(logger, "\n  ".join([f"first look at the model{of}:", *describe(look)]), see=PAGE)
             for advice in advise(look):
                 notify(logger, f"first look{of}: {advice.topic}", f"first look{of}: {advice}", times=0, see=PAGE)
 

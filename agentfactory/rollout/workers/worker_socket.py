@@ -16,8 +16,8 @@ import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ from agentfactory.rollout.trajectory import Group
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0
-READY_SECONDS = 30.0
-"""Seconds after which the user is informed that a new worker is not ready."""
 _LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 """Seconds that a worker gets to end its chains and close its tools."""
@@ -213,11 +211,8 @@ class WorkerProcess:
                     return Ready(message["renderer"], message["chat_template"])
                 self._take(message)
                 continue
-            text = f"the rollout worker is not ready after {due:.0f} s: "
             if (held := self.held_by()) is not None:
-                inform(logger, text + held[0], see=str(self.log_file))
-            elif due >= READY_SECONDS:
-                text += "it loads the tokenizer, opens the tools and tries the first reset"
+                text = f"the rollout worker is not ready after {due:.0f} s: {held[0]}"
                 inform(logger, text, see=str(self.log_file))
             due *= 3
 
@@ -327,14 +322,16 @@ class RolloutWorkers:
         self._rollout = job.recipe.rollout
         self._figures: dict[str, float] = {}
         self._workers: list[WorkerProcess] = []
-        with ExitStack() as failure:
-            failure.callback(self.close)
-            for number in range(count):
-                log = logs / (f"worker-{number}.log" if number else "worker.log")
-                self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
-            with doing("the rollout worker opens its tools"):
-                self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
-            failure.pop_all()
+        for number in range(count):
+            log = logs / (f"worker-{number}.log" if number else "worker.log")
+            self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
+
+    @cached_property
+    def ready(self) -> Ready:
+        """The first worker's answer, once all are ready."""
+        with doing("the rollout worker opens its tools"):
+            first, *_ = [worker.wait_until_ready() for worker in self._workers]
+        return first
 
     def next_batch(self, groups: int) -> list[Group]:
         """Wait for the next batch: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
@@ -355,6 +352,7 @@ class RolloutWorkers:
 
     def published(self, published: Published) -> None:
         """Notify the workers of the live weights; the first call starts generation."""
+        _ = self.ready
         for worker in self._workers:
             worker.started = True
             worker.send("published", **asdict(published))

@@ -297,8 +297,9 @@ class Checkpoints:
         self._tokenizer.chat_template = chat_template
         self._info["renderer"] = renderer
 
-    def token_needs(self) -> TokenNeeds | None:
+    def token_needs(self, await_renderer: Callable[[], None] = lambda: None) -> TokenNeeds | None:
         """Return, in all ranks, the tokens that rank 0's renderer needs; None if unknown. Every process calls it."""
+        await_renderer()
         found = of_rank_0(FormatTokens.of_info(self._info.get("renderer", {})))
         return None if found is None else TokenNeeds(found, self._tokenizer)
 

@@ -135,6 +135,8 @@ class Services:
     source: GroupSource | None = None
     sync: WeightSync | None = None
     """None if there is no server to update."""
+    await_ready: Callable[[], None] = lambda: None
+    """Wait for worker and servers, which start while the trainer loads its network."""
     canary: Canary | None = None
     turns: Turns = field(default_factory=Turns)
     """Gives the trainer's device to a server between turns."""
@@ -151,8 +153,8 @@ def train_rl(
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights. Version 0 is the initial weights; step k ends with version k. Every process calls it. `checkpoints`
     contains the state to continue from. `images` is the folder of the chains' images."""
+    needs = partial(checkpoints.token_needs, services.await_ready)
     with services.turns.training():
-        needs = checkpoints.token_needs()
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
         if services.canary is not None:
             services.canary.watch(learner.policy.trained_tokens)

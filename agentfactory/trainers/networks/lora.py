@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +274,9 @@ class TokenNeeds:
 
     tokens: FormatTokens
     tokenizer: PreTrainedTokenizerBase
+
+
+Needs = TokenNeeds | Callable[[], TokenNeeds | None] | None
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from agentfactory.trainers.networks import lora
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.head import Scores
 from agentfactory.trainers.networks.layers import precision
-from agentfactory.trainers.networks.lora import POLICY_ADAPTER, TokenNeeds, has_adapter, table_of
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, has_adapter, table_of
 from agentfactory.trainers.networks.network import Backbone, apply_options, load_network, proof_rows, resolve_batching
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.accelerator import decided_by_rank_0
@@ -154,24 +154,26 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: TokenNeeds | None = None) -> Policy:
+def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: lora.Needs = None) -> Policy:
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
-    only on rank 0: see `load_on_rank_0`). `needs` are the tokens that the run needs; None if it is unknown.
+    only on rank 0: see `load_on_rank_0`). `needs` are the tokens that the run needs; None if it is unknown; a function
+    may wait for other processes while the network is loaded.
 
     With `model.lora`, the base is frozen in the model's dtype, and the adapter begins as `model.lora.from`, or as the
     recipe's seed determines. Raises SettingError if the model cannot be trained as requested."""
     network = load_network(recipe, device)
+    needed = needs() if callable(needs) else needs
 
     def checked() -> tuple[Batching, list[int]]:
         check_head(network)
         embedding, head = map(table_of, (network.get_input_embeddings(), network.get_output_embeddings()))
-        return resolve_batching(network, recipe.train), lora.tokens_to_train(embedding, head, recipe, needs)
+        return resolve_batching(network, recipe.train), lora.tokens_to_train(embedding, head, recipe, needed)
 
     # the checks compute with the weights
     batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
     policy = make_policy(recipe, network, batching, device, tokens)
-    if needs is not None and tokens:
-        lora.set_initial_rows(policy.network, tokens, needs, recipe.seed)
+    if needed is not None and tokens:
+        lora.set_initial_rows(policy.network, tokens, needed, recipe.seed)
     config = recipe.model.lora
     if has_adapter(policy.model) and config is not None and config.from_ is not None:
         folder = Path(config.from_)

@@ -26,7 +26,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.layers import weights_kept
-from agentfactory.trainers.networks.lora import TokenNeeds
+from agentfactory.trainers.networks.lora import Needs
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
 from agentfactory.trainers.processes.accelerator import PATIENCE, decided_by_rank_0, weights_of_rank_0
@@ -85,7 +85,7 @@ class Learner:
         accelerator: Accelerator,
         temperature: float = 1.0,
         images: Path | None = None,
-        needs: TokenNeeds | None = None,
+        needs: Needs = None,
     ) -> None:
         """`images` is the folder of the rows' images (ImageStore), and `needs` are the tokens that the run needs."""
         train = recipe.train

@@ -141,10 +141,15 @@ def sample(
             scaled[row, order] = values.masked_fill(shares.cumsum(-1) - shares >= request.top_p, -torch.inf)
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
-        cumulative = logprobs.exp().double().cumsum_(-1)
-        uniform = torch.tensor([r.generator.random() if r.temperature else 0.0 for r in requests], dtype=torch.float64)
-        target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+        numbers = [r.generator.random() if r.temperature else 0.0 for r in requests]
+        uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)[:, None]
+        # a CPU's caches hold few rows of a large vocabulary; a GPU takes all at once
+        at_once = max(1, 2**19 // logits.shape[-1]) if logits.device.type == "cpu" else len(requests)
+        found = []
+        for part, drawn in zip(logprobs.split(at_once), uniform.split(at_once), strict=True):
+            cumulative = part.exp().double().cumsum_(-1)
+            found.append(torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True))
+        tokens = torch.cat(found).clamp_(max=logits.shape[-1] - 1)
         if not all(temperature):
             greedy = torch.tensor([t == 0.0 for t in temperature], device=logits.device)[:, None]
             tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
