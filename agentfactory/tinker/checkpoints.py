@@ -26,8 +26,6 @@ from agentfactory.trainers.sync.canary_verdict import Scores
 WEIGHTS_KIND, SAMPLER_KIND = "weights", "sampler_weights"
 _PATH = re.compile(rf"tinker://({MODEL_ID})/({WEIGHTS_KIND}|{SAMPLER_KIND})/({NAME})")
 _INFO, _RUN, _SCORES, _OPTIMIZER = "checkpoint.json", "model.json", "scores.npy", "optimizer.safetensors"
-_LIFETIME = "expires_at"
-"""A file with the time when the checkpoint expires; without it, it never does."""
 
 
 class Info(msgspec.Struct):
@@ -40,6 +38,11 @@ class Info(msgspec.Struct):
     time: float = msgspec.field(default_factory=time.time)
     steps: int = 0
     adapter: str = ""
+    expires_at: float | None = None
+
+    @property
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
 
     @classmethod
     def read(cls, file: Path, within: Path) -> "Info":
@@ -74,12 +77,6 @@ class Saved:
     def __init__(self, path: CheckpointPath, folder: Path) -> None:
         self.path, self.folder, self.info = path, folder, Info.read(folder / _INFO, folder)
         self.adapter, self.optimizer = folder.resolve() / self.info.adapter, folder / _OPTIMIZER
-        lifetime = folder / _LIFETIME
-        self.expires_at = float(untrusted_files.read_file(lifetime, 64, folder)) if lifetime.exists() else None
-
-    @property
-    def is_expired(self) -> bool:
-        return self.expires_at is not None and self.expires_at <= time.time()
 
     def scores(self) -> Scores:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
@@ -94,7 +91,7 @@ class Saved:
             "tinker_path": str(self.path),
             "size_bytes": sum(sizes),
             "user_metadata": self.info.user_metadata,
-            "expires_at": self.expires_at and _date(self.expires_at),
+            "expires_at": self.info.expires_at and _date(self.info.expires_at),
         }
 
 
@@ -131,6 +128,7 @@ class Checkpoints:
         if folder.exists() and not overwrite:
             raise RequestError(f"path: {path} exists; choose another name, or set overwrite")
         info = Info(path.model_id, self._base_model, model.config, metadata, steps=model.steps)
+        info.expires_at = ttl and time.time() + ttl
         passing = folder.with_name(f".{path.name}.whole")
         with checkpoint_folder.written_aside(passing) as aside:
             content = checkpoint_folder.digest(trainer.save(model, aside / "adapter"))
@@ -139,8 +137,8 @@ class Checkpoints:
             if path.kind == WEIGHTS_KIND:
                 trainer.save_optimizer(model, aside / _OPTIMIZER)
             np.save(aside / _SCORES, trainer.scores(model))
-            info.write(aside / _INFO)
-        _set_lifetime(passing, ttl)
+        # without a digest, because the lifetime may change
+        info.write(passing / _INFO)
         if folder.exists():
             _remove(folder)
         passing.rename(folder)
@@ -161,7 +159,7 @@ class Checkpoints:
         if (base := saved.info.base_model) != self._base_model:
             problem = f"path: {path} is of {base!r:.200}, and this service has {self._base_model}"
             raise RequestError(f"{problem}; start the service with that model")
-        if saved.is_expired:
+        if saved.info.is_expired:
             raise RequestError(f"path: {path} has expired; it was saved with a ttl", 404)
         return saved
 
@@ -169,7 +167,9 @@ class Checkpoints:
         _remove(self.find(path).folder)
 
     def set_lifetime(self, path: CheckpointPath, ttl: int | None) -> None:
-        _set_lifetime(self.find(path).folder, ttl)
+        saved = self.find(path)
+        saved.info.expires_at = ttl and time.time() + ttl
+        saved.info.write(saved.folder / _INFO)
 
     # ---- listings
 
@@ -192,7 +192,7 @@ class Checkpoints:
             for folder in self._of_model(model_id).glob("*weights/[!._]*"):
                 with suppress(OSError, ValueError):
                     saved = Saved(CheckpointPath(model_id, folder.parent.name, folder.name), folder)
-                    if not saved.is_expired:
+                    if not saved.info.is_expired:
                         yield saved
                     else:
                         _remove(folder)
@@ -213,13 +213,6 @@ class Checkpoints:
             "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": info.user_metadata,
         }
-
-
-def _set_lifetime(folder: Path, ttl: int | None) -> None:
-    if ttl is None:
-        (folder / _LIFETIME).unlink(missing_ok=True)
-    else:
-        write_whole(folder / _LIFETIME, str(time.time() + ttl).encode())
 
 
 def _remove(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from agentfactory.tinker import bodies
 from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved
@@ -28,16 +29,26 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_POST = (
-    *("client/config", "create_session", "session_heartbeat", "create_model", "get_info", "forward_backward"),
-    *("optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session", "asample"),
-    *("retrieve_future", "weights_info", "telemetry"),
-)
-"""Paths; each is served by the method of its name, with _ for /."""
+_POST: dict[str, type[Struct]] = {
+    **dict.fromkeys(
+        ("create_session", "session_heartbeat", "get_info", "retrieve_future", "weights_info"), bodies.Short
+    ),
+    "create_model": bodies.CreateModel,
+    "load_weights": bodies.LoadWeights,
+    "create_sampling_session": bodies.CreateSampler,
+    "asample": bodies.Asample,
+}
+"""Path -> its body; it is served by the method of its name."""
+_IN_TURN: dict[str, type[Struct]] = {
+    "optim_step": bodies.OptimStep,
+    "save_weights": bodies.SaveWeights,
+    "save_weights_for_sampler": bodies.SaveForSampler,
+}
+"""The same of requests that take their turn among those of a model, and return a future."""
 _CHECKPOINT = "training_runs/{id}/checkpoints/{kind}/{name}"
 _OTHERS = {
+    ("POST", "forward_backward"): "forward_backward",
     ("POST", "sessions/{id}/finish"): "finish_session",
-    ("GET", "healthz"): "health",
     ("GET", "get_server_capabilities"): "capabilities",
     ("GET", "samplers/{id}"): "describe_sampler",
     ("GET", "sessions"): "list_sessions",
@@ -48,6 +59,12 @@ _OTHERS = {
     ("GET", "checkpoints"): "list_checkpoints",
     ("DELETE", _CHECKPOINT): "delete_checkpoint",
     ("PUT", f"{_CHECKPOINT}/ttl"): "set_lifetime",
+}
+_OFF = "parallel_fwdbwd_chunks", "proto_compress_fwdbwd", "custom_loss_server_side", "sample_use_retrieve_futures"
+_FIXED: dict[tuple[str, str], Answer] = {
+    ("POST", "client/config"): dict.fromkeys((*_OFF, "sample_join_sampling_session"), False),
+    ("POST", "telemetry"): {"status": "accepted"},
+    ("GET", "healthz"): {"status": "ok"},
 }
 _POLL_SECONDS = 25.0
 """Time until a poll without an answer ends; the SDK's own timeout is 45 s."""
@@ -101,10 +118,30 @@ class Service:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._respond])
-        routes = {**{("POST", path): path.replace("/", "_") for path in _POST}, **_OTHERS}
-        for (method, path), name in routes.items():
-            app.router.add_route(method, f"/api/v1/{path}", getattr(self, name))
+        routes: dict[tuple[str, str], Callable[..., Awaitable[Any]]] = {}
+        for name, kind in _POST.items():
+            routes["POST", name] = partial(self._decoded, getattr(self, name), kind)
+        for name, kind in _IN_TURN.items():
+            routes["POST", name] = partial(self._decoded_in_turn, getattr(self, name), kind)
+        routes |= {place: getattr(self, name) for place, name in _OTHERS.items()}
+        routes |= {place: partial(_fixed, answer) for place, answer in _FIXED.items()}
+        for (method, path), handler in routes.items():
+            app.router.add_route(method, f"/api/v1/{path}", handler)
         return app
+
+    async def _decoded(self, handler: Callable[..., Awaitable[Any]], kind: type[Struct], request: web.Request) -> Any:
+        return await handler(bodies.decode(await request.read(), kind))
+
+    async def _decoded_in_turn(
+        self, work: Callable[..., Awaitable[Answer]], kind: type[Struct], request: web.Request
+    ) -> Answer:
+        """A wrong body takes its turn, too: those after it would wait for ever."""
+        content = await request.read()
+
+        async def decoded(model: Model) -> Answer:
+            return await work(model, bodies.decode(content, kind))
+
+        return self._in_turn(bodies.decode(content, bodies.Turn), decoded)
 
     @web.middleware
     async def _respond(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
@@ -130,8 +167,8 @@ class Service:
     def _future(self, key: tuple[str, int], work: Work, **further: Any) -> Answer:
         return {"request_id": self._futures.begin(key, work), **further}
 
-    async def retrieve_future(self, request: web.Request) -> Answer | web.Response:
-        future = self._futures.get((await _body(request, bodies.Short)).request_id)
+    async def retrieve_future(self, body: bodies.Short) -> Answer | web.Response:
+        future = self._futures.get(body.request_id)
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 await future.done.wait()
@@ -142,24 +179,13 @@ class Service:
 
     # ---- sessions
 
-    async def client_config(self, request: web.Request) -> Answer:
-        # what the SDK then does by itself, or not at all
-        off = "parallel_fwdbwd_chunks", "proto_compress_fwdbwd", "custom_loss_server_side"
-        return dict.fromkeys((*off, "sample_use_retrieve_futures", "sample_join_sampling_session"), False)
-
-    async def health(self, request: web.Request) -> Answer:
-        return {"status": "ok"}
-
-    async def telemetry(self, request: web.Request) -> Answer:
-        return {"status": "accepted"}
-
     async def capabilities(self, request: web.Request) -> Answer:
         known = {"max_context_length": self._base.context, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": self._base.name, **known}]}
 
-    async def create_session(self, request: web.Request) -> Answer:
+    async def create_session(self, body: bodies.Short) -> Answer:
         name = uuid.uuid4().hex
-        self._sessions[name] = _Session((await _body(request, bodies.Short)).user_metadata)
+        self._sessions[name] = _Session(body.user_metadata)
         return {"type": "create_session", "session_id": name}
 
     def _session(self, name: str) -> _Session:
@@ -168,8 +194,8 @@ class Service:
         found.seen = time.monotonic()
         return found
 
-    async def session_heartbeat(self, request: web.Request) -> Answer:
-        self._session((await _body(request, bodies.Short)).session_id)
+    async def session_heartbeat(self, body: bodies.Short) -> Answer:
+        self._session(body.session_id)
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, request: web.Request) -> Answer:
@@ -239,8 +265,7 @@ class Service:
         if optimizer.type != "adamw":
             raise RequestError(f"optimizer: got {optimizer.type!r:.80}; this service has adamw")
 
-    async def create_model(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.CreateModel)
+    async def create_model(self, body: bodies.CreateModel) -> Answer:
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
 
         async def work() -> Answer:
@@ -280,9 +305,8 @@ class Service:
         self._session(model_id.partition(":")[0])
         return found
 
-    async def get_info(self, request: web.Request) -> Answer:
-        model_id, base = (await _body(request, bodies.Short)).model_id, self._base
-        rank = self._model(model_id).config.rank
+    async def get_info(self, body: bodies.Short) -> Answer:
+        model_id, base, rank = body.model_id, self._base, self._model(body.model_id).config.rank
         data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.folder}
         return {"model_id": model_id, "model_data": data, "model_name": base.name, "is_lora": True, "lora_rank": rank}
 
@@ -293,29 +317,15 @@ class Service:
             return {"request_id": known}
         return self._future(key, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
 
-    async def _json_in_turn(
-        self, request: web.Request, kind: type[bodies.Kind], work: Callable[[Model, bodies.Kind], Awaitable[Answer]]
-    ) -> Answer:
-        """The same for JSON. A wrong body takes its turn, too: those after it would wait for ever."""
-        content = await request.read()
-
-        async def decoded(model: Model) -> Answer:
-            return await work(model, bodies.decode(content, kind))
-
-        return self._in_turn(bodies.decode(content, bodies.Turn), decoded)
-
     async def forward_backward(self, request: web.Request) -> Answer:
         if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:
             raise RequestError(f"Content-Type: got {kind!r:.80}; send {PROTOBUF} uncompressed, as SDKs since 0.25 do")
         body = PassRequest(await request.read())
         return self._in_turn(body, lambda model: self._compute(self._trainer.run_pass, model, body))
 
-    async def optim_step(self, request: web.Request) -> Answer:
-        async def work(model: Model, body: bodies.OptimStep) -> Answer:
-            self._check(None, body.optimizer_params)
-            return await self._compute(self._trainer.step, model, body.adam_params)
-
-        return await self._json_in_turn(request, bodies.OptimStep, work)
+    async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
+        self._check(None, body.optimizer_params)
+        return await self._compute(self._trainer.step, model, body.adam_params)
 
     # ---- checkpoints
 
@@ -323,16 +333,13 @@ class Service:
         save = partial(self._checkpoints.save, path, model, self._trainer, body.ttl_seconds, body.user_metadata)
         return self._compute(save, body.overwrite)
 
-    async def save_weights(self, request: web.Request) -> Answer:
-        async def work(model: Model, body: bodies.SaveWeights) -> Answer:
-            path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
-            await self._save(body, model, path)
-            return {"type": "save_weights", "path": str(path)}
+    async def save_weights(self, model: Model, body: bodies.SaveWeights) -> Answer:
+        path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
+        await self._save(body, model, path)
+        return {"type": "save_weights", "path": str(path)}
 
-        return await self._json_in_turn(request, bodies.SaveWeights, work)
-
-    async def load_weights(self, request: web.Request) -> Answer:
-        async def load(model: Model | None, body: bodies.LoadWeights, model_id: str) -> Answer:
+    async def load_weights(self, body: bodies.LoadWeights) -> Answer:
+        async def load(model_id: str, model: Model | None = None) -> Answer:
             self._check(body.base_model, body.optimizer_config)
             saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.path))
             if body.optimizer and not saved.optimizer.is_file():
@@ -341,35 +348,31 @@ class Service:
             await self._compute(self._trainer.load, model, saved.adapter, saved.optimizer if body.optimizer else None)
             return {"type": "load_weights", "path": body.path, "model_id": model_id}
 
-        if name := (await _body(request, bodies.Short)).model_id:
-            return await self._json_in_turn(request, bodies.LoadWeights, partial(load, model_id=name))
-        body = await _body(request, bodies.LoadWeights)
+        if body.model_id is not None and body.seq_id is not None:
+            return self._in_turn(bodies.Turn(body.model_id, body.seq_id), partial(load, body.model_id))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
         self._session(body.session_id)
         created = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._future((created, 0), partial(load, None, body, created))
+        return self._future((created, 0), partial(load, created))
 
-    async def save_weights_for_sampler(self, request: web.Request) -> Answer:
-        async def work(model: Model, body: bodies.SaveForSampler) -> Answer:
-            if body.kind != "snapshot":
-                raise RequestError(f"kind: got {body.kind!r:.80}; samplers are frozen here: use snapshot")
-            number = body.sampling_session_seq_id
-            # a name with _ is nobody's: the snapshot ends with its sampling session
-            name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
-            path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
-            saved = await self._save(body, model, path)
-            await self._samplers.prove(saved)
-            if number is None:
-                return {"type": "save_weights_for_sampler", "path": str(path)}
-            session = f"{body.model_id.partition(':')[0]}:sample:{number}"
-            self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
-            return {"type": "save_weights_for_sampler", "sampling_session_id": session}
+    async def save_weights_for_sampler(self, model: Model, body: bodies.SaveForSampler) -> Answer:
+        if body.kind != "snapshot":
+            raise RequestError(f"kind: got {body.kind!r:.80}; samplers are frozen here: use snapshot")
+        number = body.sampling_session_seq_id
+        # a name with _ is nobody's: the snapshot ends with its sampling session
+        name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
+        path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
+        saved = await self._save(body, model, path)
+        await self._samplers.prove(saved)
+        if number is None:
+            return {"type": "save_weights_for_sampler", "path": str(path)}
+        session = f"{body.model_id.partition(':')[0]}:sample:{number}"
+        self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
+        return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
-        return await self._json_in_turn(request, bodies.SaveForSampler, work)
-
-    async def weights_info(self, request: web.Request) -> Answer:
-        path = CheckpointPath.of((await _body(request, bodies.Short)).tinker_path)
+    async def weights_info(self, body: bodies.Short) -> Answer:
+        path = CheckpointPath.of(body.tinker_path)
         config = (await asyncio.to_thread(self._checkpoints.find, path)).info.lora
         parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self._base.name, "is_lora": True, "lora_rank": config.rank, **parts}
@@ -395,7 +398,7 @@ class Service:
         return web.Response(status=204)
 
     async def set_lifetime(self, request: web.Request) -> web.Response:
-        ttl = (await _body(request, bodies.Short)).ttl_seconds
+        ttl = bodies.decode(await request.read(), bodies.Short).ttl_seconds
         await asyncio.to_thread(self._checkpoints.set_lifetime, _path_in(request), ttl)
         return web.Response(status=204)
 
@@ -406,8 +409,7 @@ class Service:
         if self._sampling.setdefault(name, sampler) is sampler:
             session.samplers.append(name)
 
-    async def create_sampling_session(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.CreateSampler)
+    async def create_sampling_session(self, body: bodies.CreateSampler) -> Answer:
         self._check(body.base_model, bodies.Optimizer())
         name, saved = f"{body.session_id}:sample:{body.sampling_session_seq_id}", None
         if body.model_path is not None:
@@ -429,15 +431,14 @@ class Service:
         name = request.match_info["id"]
         return {"sampler_id": name, "base_model": self._base.name, "model_path": self._sampler(name).path}
 
-    async def asample(self, request: web.Request) -> Answer:
-        body = await _body(request, bodies.Asample)
+    async def asample(self, body: bodies.Asample) -> Answer:
         sampler, key = self._sampler(body.sampling_session_id), (body.sampling_session_id, body.seq_id)
         names = [f"{key[0]}:{key[1]}:{number}" for number in range(body.num_samples)]
         return self._future(key, lambda: self._samplers.sample(sampler.saved, body), sample_sequence_ids=names)
 
 
-async def _body(request: web.Request, kind: type[bodies.Kind]) -> bodies.Kind:
-    return bodies.decode(await request.read(), kind)
+async def _fixed(answer: Answer, request: web.Request) -> Answer:
+    return answer
 
 
 def _json(content: Any, status: int = 200) -> web.Response:
