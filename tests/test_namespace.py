@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 LINKS = ("rollout", "tools", "trainers")
 OTHERS = {"CHANGELOG.md", "tests/test_namespace.py", "tests/test_users_project.py"}
 """Files that mention old names, or a user's packages with these names."""
-BINARY = {".parquet", ".png", ".zst"}
+BINARY = {".desc", ".parquet", ".png", ".zst"}
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
 """Recipe fields with the same names as modules."""
 

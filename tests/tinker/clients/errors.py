@@ -75,3 +75,4 @@ def failed_pass(own: tinker.ServiceClient) -> list[float | str]:
 
 
 main([mistakes, failed_pass])
+service.close("success").result()
