@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
+from agentfactory.base.user_code.entry_points import COMMANDS, SERVICES, SOURCES, WORLDS, registered
 from agentfactory.recipe.schema import Recipe
 from benchmarks.house import loaded, size
 from benchmarks.settings import options, settings
@@ -57,7 +57,7 @@ def test_every_module_that_a_string_names_is_there() -> None:
     missing = []
     for name, text in texts():
         for dotted in re.findall(r"(?<![\w/.-])agentfactory((?:\.[a-z]\w*)+)(?![\w/-])", text):
-            if f"agentfactory{dotted}" == SOURCES:  # a group of entry points
+            if f"agentfactory{dotted}" in (SOURCES, SERVICES):  # groups of entry points
                 continue
             *packages, last = dotted.removeprefix(".").split(".")
             folder = REPOSITORY.joinpath("agentfactory", *packages)
@@ -92,7 +92,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 
 LAYERS = (
-    *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
+    *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent", "tinker"),
     *("__init__", "doctor", "audit", "viewer", "commands", "worlds.commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""

@@ -76,7 +76,7 @@ LOSSES = {
     "ppo": Loss(ppo, _SAMPLED, _BOUNDS),
     "cispo": Loss(cispo, _SAMPLED, _BOUNDS),
     "dro": Loss(dro, _SAMPLED, {"beta": ("beta", 0.05)}),
-    "gspo": Loss(gspo, {**_SAMPLED, "sequence_ratio_mask": 1.0}, _BOUNDS),
+    "gspo": Loss(gspo, {**_SAMPLED, "sequence_ratio_mask": None}, _BOUNDS),
 }
 REFUSED = {
     "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo, dro or gspo",
