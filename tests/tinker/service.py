@@ -27,11 +27,11 @@ CLIENTS = Path(__file__).parent / "clients"
 class Service:
     """A service on the base model of `hub`, whose output is `folder`/output and stays when it ends."""
 
-    def __init__(self, hub: Path, folder: Path) -> None:
+    def __init__(self, hub: Path, folder: Path, **server: Any) -> None:
         self.hub, self.log = hub, folder / "service.log"
         recipe = {
             "model": {"path": str(hub / BASE), "dtype": "float32", "lora": {"rank": 32}},
-            "server": {"engine": "embedded", "max_model_len": 2048},
+            "server": {"engine": "embedded", "max_model_len": 2048, **server},
             "output": str(folder / "output"),
         }
         (folder / "tinker.yaml").write_text(yaml.safe_dump(recipe))
@@ -39,7 +39,7 @@ class Service:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            self.environment = wait_for(self._exports, 120)
+            self.environment = wait_for(self._exports, 240)
         except BaseException:
             self.end()
             raise
@@ -103,9 +103,9 @@ class Service:
 
 
 @contextmanager
-def service(hub: Path, folder: Path) -> Iterator[Service]:
-    """Run a service, which listens on loopback only."""
-    running = Service(hub, folder)
+def service(hub: Path, folder: Path, **server: Any) -> Iterator[Service]:
+    """Run a service, which listens on loopback only. `server` has fields of the recipe."""
+    running = Service(hub, folder, **server)
     try:
         assert only_loopback(running.process.pid)
         yield running

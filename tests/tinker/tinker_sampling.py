@@ -1,20 +1,29 @@
 """Sampling by the real SDK: stops, seeds, logprobs that are the trainer's, and snapshots that stay as they were."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tinker.offline_hub import question
-from tests.tinker.service import Service
+from tests.tinker.service import service
 
 CLOSE = 1e-4
 """Bound on differences between float32 logprobs of the engine and of the trainer."""
 
 
-@pytest.fixture(scope="module")
-def result(running: Service) -> Callable[[str], Any]:
-    return running.cases("sampling.py", question(3))
+@pytest.fixture(scope="module", params=["embedded", "vllm"])
+def result(
+    request: pytest.FixtureRequest, hub: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Any]]:
+    if request.param == "embedded":
+        yield request.getfixturevalue("running").cases("sampling.py", question(3))
+        return
+    options = {"python": os.environ["AGENTFACTORY_VLLM_PYTHON"]}
+    with service(hub, tmp_path_factory.mktemp("vllm"), engine="vllm", options=options) as found:
+        yield found.cases("sampling.py", question(3))
 
 
 def test_prompts_are_scored_as_by_the_trainer(result: Callable[[str], Any]) -> None:
