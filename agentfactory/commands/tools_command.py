@@ -26,7 +26,7 @@ from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import try_rewards
-from agentfactory.rollout.images.parts import clean_row
+from agentfactory.rollout.images.parts import clean_row, image_urls
 from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.calls.limits import check_limits
@@ -285,9 +285,7 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
     if result.finish:
         print("the tool ends the chain")
     if (file := options.output) is not None:
-        content = [] if isinstance(result.content, str) else result.content
-        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-        embedded = [url for url in urls if url.startswith("data:")]
+        embedded = [url for url in image_urls([{"content": result.content}]) if url.startswith("data:")]
         if not embedded:
             raise CommandFailed("--output: the result holds no image")
         for number, url in enumerate(embedded, 1):

@@ -232,8 +232,7 @@ def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
     planned: list[StagePlan] = []
     for recipe, folder in zip(stages, folders, strict=True):
         before = planned[-1] if planned else None
-        is_own = path is not None and path.parent == folder.checkpoints.resolve()
-        own = folder.checkpoints / path.name if path is not None and is_own else None
+        own = folder.checkpoints / path.name if path and path.parent == folder.checkpoints.resolve() else None
         if before is None or before.state is State.COMPLETED:
             planned.append(_resumed(*_after(recipe, before), folder, own))
         elif folder.recipe.exists():

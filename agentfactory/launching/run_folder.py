@@ -10,6 +10,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -361,8 +362,5 @@ def named_base(checkpoint: Path) -> str:
 
 def next_free(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... that does not exist."""
-    number, candidate = 1, path
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+    further = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], further) if not os.path.lexists(candidate))

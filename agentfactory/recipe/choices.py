@@ -24,9 +24,8 @@ _OF_A_SOURCE = re.compile(r"(eval\.)?data\.sources\.\d+\.")
 def chosen(data: Any, path: str) -> str:
     """Return the choice of the section `path`: the recipe's own, else its algorithm's, else the default."""
     section = CHOICES[_OF_A_SOURCE.sub("rollout.", path)]
-    given, train = value_at(data, path), value_at(data, "train")
+    given, algorithm = value_at(data, path), value_at(data, "train.algorithm")
     found = section.choice(given) if isinstance(given, dict) else None
-    algorithm = train.get("algorithm") if isinstance(train, dict) else None
     preset = ALGORITHMS.get(algorithm, {}) if isinstance(algorithm, str) else {}
     default = section.model_fields[section.chooser].default
     return str(found or preset.get(f"{path}.{section.chooser}", default))

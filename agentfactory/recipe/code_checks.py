@@ -3,12 +3,12 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_for
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack
@@ -80,7 +80,7 @@ def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     named = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     named |= {f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module}
     for field, reference in named.items():
-        yield field, reference, _load(reference, field, prebuilt())
+        yield field, reference, load_for(field, reference, Path.cwd(), prebuilt())
 
 
 def _environments(recipe: Recipe) -> Iterator[Any]:
@@ -123,7 +123,7 @@ def _load_user_code(recipe: Recipe) -> None:
     native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
     if recipe.rollout.agent is not None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
-            _load(recipe.rollout.agent.name, "rollout.agent")
+            load_for("rollout.agent", recipe.rollout.agent.name, Path.cwd())
         from agentfactory.rollout.chains.agent_hooks import check_own_loop, has_own_loop, load_agent
 
         if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
@@ -163,13 +163,6 @@ def may_open_chains(recipe: Recipe) -> bool:
     """Return whether an environment may give a chain's first text; external servers may be environments."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
     return is_external or any(True for _ in _environments(recipe))
-
-
-def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:
-    try:
-        return load_object(reference, Path.cwd(), prebuilt)
-    except UserCodeError as error:
-        raise SettingError(name, f"unknown: {error.problem}", error.fix) from error.__cause__
 
 
 def _shown(reference: str) -> str:

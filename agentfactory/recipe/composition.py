@@ -225,10 +225,9 @@ def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
     _anchor_servers(data, base)
-    for section in (["data"], ["eval", "data"]):
-        rows = value_at(data, ".".join(section))
-        _anchor_registered(rows, base)
-        entries = rows.get("sources") if isinstance(rows, dict) else None
+    for path in _LISTS:
+        _anchor_registered(value_at(data, path.removesuffix(".sources")), base)
+        entries = value_at(data, path)
         for entry in entries if isinstance(entries, list) else ():
             for name, convert in _OF_A_SOURCE.items():
                 _convert(entry, name.split("."), partial(convert, base=base))

@@ -17,6 +17,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, Part
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
+from agentfactory.rollout.model_hub import stored_file
 from agentfactory.trainers.checkpoints.checkpoint_folder import AUTO
 from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom
 from agentfactory.trainers.loop.advantages import Estimator
@@ -124,14 +125,8 @@ def has_vision_tower(path: str) -> bool | None:
 
 
 def _configuration(path: str) -> bytes | None:
-    file: Any = Path(path) / "config.json"
-    if not os.path.isabs(path):
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(path, "config.json")
-    if not isinstance(file, (str, Path)) or not os.path.isfile(file):
-        return None
-    return Path(file).read_bytes()
+    file = stored_file(path, "config.json")
+    return None if file is None else file.read_bytes()
 
 
 def _schedule_faults(recipe: Recipe, runs_chains: bool) -> Iterator[Fault]:

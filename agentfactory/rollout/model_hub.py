@@ -49,7 +49,7 @@ class _Refusal(NamedTuple):
 
 def stored_file(model: str, name: str) -> Path | None:
     """Return a file of a model folder or hub name; None if it is not on this machine."""
-    found = os.path.join(model, name) if os.path.isdir(model) else try_to_load_from_cache(model, name)
+    found = try_to_load_from_cache(model, name) if is_hub_name(model) else os.path.join(model, name)
     return Path(found) if isinstance(found, str) and os.path.isfile(found) else None
 
 

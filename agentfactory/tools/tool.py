@@ -150,9 +150,8 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
 def _as_field(annotation: Any, name: str, documented: str | None) -> Any:
     own = FieldInfo.from_annotation(annotation)
     text = next((text for text in getattr(annotation, "__metadata__", ()) if isinstance(text, str)), None)
-    if description := own.description or documented or text:
-        return Annotated[annotation, Field(alias=own.alias or name, description=description)]
-    return Annotated[annotation, Field(alias=own.alias or name)]
+    description = own.description or documented or text or None
+    return Annotated[annotation, Field(alias=own.alias or name, description=description)]
 
 
 def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any]) -> BaseModel:

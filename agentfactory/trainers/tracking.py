@@ -19,6 +19,7 @@ from PIL import Image
 
 from agentfactory.base.config import leaves
 from agentfactory.base.messages import Message, text_of
+from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.images.store import ImageStore, stored_digest
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.images.decode import decode
@@ -205,8 +206,7 @@ def conversation(messages: Sequence[Message]) -> str:
 
 def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
     """Return a chain's last images, except remote ones."""
-    parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
-    urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
+    urls = image_urls(chain.messages)
     held = [url for url in urls if url.startswith("data:image/") or (store is not None and stored_digest(url))]
     digests = [(url, stored_digest(url)) for url in held[-MOST_IMAGES:]]
     return [decode(url) if digest is None or store is None else store.load(digest) for url, digest in digests]

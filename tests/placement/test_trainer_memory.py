@@ -132,7 +132,7 @@ def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing:
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd", "adamw_8bit", "lion"])
 def test_state_of_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # bitsandbytes' optimisers run on a CPU too; the recipe keeps them for GPUs
-    monkeypatch.setattr("agentfactory.trainers.update.optimizer._need_gpu", lambda name, device: None)
+    monkeypatch.setattr("agentfactory.trainers.update.optimizer.need_gpu", lambda *_: None)
     train = make_recipe(optimizer={"name": name}).train
     model = AutoModelForCausalLM.from_config(SHAPES["llama"], dtype=torch.float32)
     optimizer = make_optimizer(model, train)

@@ -1,8 +1,5 @@
-"""Chains with scripted completions: error turns, endings, failures, transports and isolation."""
+"""Chains with scripted completions: error turns, endings and failures."""
 
-import json
-import re
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +15,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Outcome
-from tests.conftest import QUICKSTART
 from tests.scripted_chains import Scripted, call, scripted_chains
-from tests.tools.conftest import running
 
 TOOLS = '''
 import asyncio
@@ -182,71 +177,6 @@ async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
     assert wait.end - wait.start >= 0.01
     for before, after in pairwise(trajectory.timeline):
         assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4
-
-
-def hunt(text: str) -> str:
-    """A policy that plays treasure hunts from the text alone: it follows hints, with a mistake every third turn."""
-    turn = text.count("<|im_start|>assistant") - 1
-    last = text.rsplit("<|im_start|>user", 1)[1]
-    hint = re.search(r"treasure lies ([a-z]+)", last)
-    if "found" in last:
-        return "I found the treasure."
-    if turn % 3 == 1:
-        return [call("move", direction="up"), call("jump"), '<tool_call>\n{"name": "move"\n</tool_call>'][turn % 2]
-    return call("move", direction=hint.group(1) if hint else "north")
-
-
-HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
-
-
-@pytest.fixture
-def hunt_url() -> Iterator[str]:
-    with running("-m", "agentfactory.tools.serve", HUNT, "--http", "0") as (_, url):
-        yield url
-
-
-@pytest.mark.processes
-async def test_transports_give_identical_transcripts(quickstart_run: Path, tmp_path: Path, hunt_url: str) -> None:
-    lines = (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()
-    tasks = [json.loads(line) for line in lines[:12]]
-    stdio = {"command": "python", "args": ["-m", "agentfactory.tools.serve", HUNT]}
-    recipes: dict[str, dict] = {
-        "in process": {"tools": [HUNT]},
-        "stdio": {"mcp_servers": {"hunt": stdio}},
-        "http": {"mcp_servers": {"hunt": {"url": hunt_url}}},
-    }
-    transcripts = {}
-    for name, servers in recipes.items():
-        fields = {"tools": [], "rollout": {"max_turns": 9}, **servers}
-        async with diary(tmp_path, hunt, **fields) as chains:
-            played = await chains.run_all(tasks)
-        for trajectory in played:
-            # the duration of calls differs between transports
-            trajectory.metrics = {key: value for key, value in trajectory.metrics.items() if "seconds" not in key}
-        transcripts[name] = [(t.messages, t.rows, t.outcome, t.reward, t.metrics, t.turns, t.error) for t in played]
-    assert transcripts["in process"] == transcripts["stdio"] == transcripts["http"]
-    assert {t[2] for t in transcripts["stdio"]} >= {Outcome.COMPLETED}
-    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 5
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("transport", ["in process", "stdio"])
-async def test_chains_never_see_each_others_state(tmp_path: Path, transport: str) -> None:
-    def script(text: str) -> str:
-        mine = re.findall(r"I am (chain \d+)", text)[0]
-        turn = text.count("<|im_start|>assistant") - 1
-        return [call("write", text=f"{mine} page {turn}"), call("read")][turn % 2] if turn < 6 else "done"
-
-    serve = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "notes.py:Diary"]}
-    fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
-    async with diary(tmp_path, script, **fields) as chains:
-        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(32)]
-        trajectories = await chains.run_all(tasks)
-    for i, trajectory in enumerate(trajectories):
-        assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
-        answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-        pages = [f"start {i}", *(f"chain {i} page {turn}" for turn in (0, 2, 4))]
-        assert answers[1::2] == ["/".join(pages[:n]) for n in (2, 3, 4)]
 
 
 async def test_tokens_that_the_model_lacks_or_did_not_allow_are_the_servers_fault(tmp_path: Path) -> None:

@@ -263,18 +263,18 @@ async def test_a_held_turn_stops_the_clock_and_ends_with_its_client() -> None:
 async def test_turns_follow_their_seats() -> None:
     """Also where a server does not report its cache."""
     one, other = Replica("http://a"), Replica("http://b")
-    client = cast(Any, SimpleNamespace(assigned={}))
+    assigned: dict[str, Replica] = {}
 
     async def loads() -> dict[Replica, Load]:
         return {one: Load(0, 0, 0, blocks=10, block_size=16), other: Load(0, 0, 0)}
 
-    client.loads, client.assign = loads, client.assigned.__setitem__
+    client = cast(Any, SimpleNamespace(loads=loads, router=SimpleNamespace(assign=assigned.__setitem__)))
     fields = {"rollout": {"max_total_tokens": 64}, "server": {"max_num_seqs": 2}}
     places = Places(RolloutRecipe.model_validate({"model": {"path": "m"}, **fields}), client)
     places.workers = 2
     async with places.place("a", "a"), places.place("b", "b"), places.place("c", "b"):
         assert places.admission.caches == {one: Cache(5, 16), other: Cache(2, 64)}
-        assert set(client.assigned.values()) == {one, other}
+        assert set(assigned.values()) == {one, other}
 
 
 def test_prefixes_are_computed_once_for_each_version_of_the_weights() -> None:

@@ -5,8 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from agentfactory.rollout.evaluation.evaluate import mean_figures
-from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, pass_at_k, sample_figures
+from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, mean_figures, pass_at_k, sample_figures
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.metrics import group_metrics
 
@@ -32,7 +31,7 @@ def test_means_cover_the_chains_that_have_the_value() -> None:
     metrics: list[dict[str, float]] = [{"success": 1.0, "extra": 5.0}, {}, {"success": 0.0}, {}]
     chains = [Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0, metrics=each) for each in metrics]
     groups = [Group("g", {"question": "?"}, chains)]
-    assert mean_figures(groups) == {"failed": 0.0, "reward": 1.0, "success": 0.5, "extra": 5.0}
+    assert mean_figures(chains) == {"failed": 0.0, "reward": 1.0, "success": 0.5, "extra": 5.0}
     assert group_metrics(groups, Counter())["success"] == 0.5
     found = {name: one.value for name, one in estimates(groups, 4).items()}
     assert found == {"reward": 1.0, "success": 0.5, "avg@4": 0.5, "pass@1": 0.5, "pass@2": 1.0}

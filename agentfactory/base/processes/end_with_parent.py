@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TRIES, _PAUSE_SECONDS = 200, 0.01
@@ -47,16 +48,12 @@ def end_descendants() -> None:
         if not found:
             return
         for pid in found:
-            try:
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 os.kill(pid, signal.SIGKILL)
-            except OSError:  # the process has ended, or belongs to another user
-                continue
         # orphans become our children, and stay zombies until they are waited for
         for pid in found:
-            try:
+            with suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
-            except OSError:
-                continue
         time.sleep(_PAUSE_SECONDS)
 
 

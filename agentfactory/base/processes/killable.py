@@ -17,14 +17,9 @@ class KillableProcesses:
     """A pool of at most `count` processes `python -m MODULE`, started on demand and reused; borrowers wait. The module
     writes a line of JSON when it is ready and per answer, and ends itself if one takes too long."""
 
-    def __init__(
-        self,
-        module: str,
-        count: int,
-        variables: Mapping[str, str] | None = None,
-        start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
-    ) -> None:
-        self._create = partial(KillableProcess, "-m", module, variables=variables, start=start)
+    def __init__(self, module: str, count: int, **options: Any) -> None:
+        """`options` are those of KillableProcess."""
+        self._create = partial(KillableProcess, "-m", module, **options)
         self._places = threading.BoundedSemaphore(count)
         self._idle: list[KillableProcess] = []
 

@@ -14,7 +14,7 @@ from pydantic.errors import PydanticUserError
 
 from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_for
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ def load_extension(
         parameters = inspect.signature(function).parameters
         own = {name: value for name, value in dict(options).items() if name in parameters}
         return Extension(function, _taken(function, inputs), own)
-    try:
-        function = load_object(reference, Path.cwd())
-    except UserCodeError as error:
-        raise SettingError(field, f"unknown: {error.problem}", error.fix) from error.__cause__
+    function = load_for(field, reference, Path.cwd())
     file, _, defined = reference.rpartition(":")
     shown = f"{Path(file).name}:{defined}"
     if not callable(function) or inspect.iscoroutinefunction(function):

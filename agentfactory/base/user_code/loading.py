@@ -50,6 +50,14 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
         raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {defined}") from None
 
 
+def load_for(field: str, reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
+    """Load what a recipe's `field` names, as `load_object` does. Raises SettingError, which names the field."""
+    try:
+        return load_object(reference, base, prebuilt)
+    except UserCodeError as error:
+        raise SettingError(field, f"unknown: {error.problem}", error.fix) from error.__cause__
+
+
 def load_module(path: Path) -> ModuleType:
     """Execute the file `path` like `load_object`. Raises UserCodeError if it fails."""
     append_folders([path.parent], of_file=True)

@@ -169,7 +169,7 @@ class ChatEndpoint(InferenceClient):
                 problem = str(error)
             else:
                 if status == 200:
-                    self._router.last_success = time.monotonic()
+                    self.router.last_success = time.monotonic()
                     return _answer(text)
                 if self._names_limit_otherwise(status, text, body):
                     continue

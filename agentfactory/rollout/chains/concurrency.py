@@ -137,7 +137,7 @@ class Places:
         for chain in admitted:
             assert isinstance(chain.key, Place)
             if self._client is not None and isinstance(chain.home, Replica):
-                self._client.assign(chain.key.chain, chain.home)
+                self._client.router.assign(chain.key.chain, chain.home)
             chain.key.admitted.set()
 
     async def take_figures(self, client: "InferenceClient") -> dict[str, float]:
@@ -147,7 +147,7 @@ class Places:
         except InferenceError:
             return {}
         prompt, cached = sum(load.prompt_tokens for load in loads), sum(load.cached_tokens for load in loads)
-        now = prompt, cached, client.prefixes.sent, client.prefixes.once, client.moved
+        now = prompt, cached, client.prefixes.sent, client.prefixes.once, client.router.moved
         before, self._computed = self._computed, now
         if before is None:
             return {}

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,7 +22,7 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
-from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
+from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, mean_figures, sample_figures
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, keep_unfinished
 from agentfactory.rollout.inference.inference_client import ROUTES_SECONDS, InferenceClient
 from agentfactory.rollout.rewards import Rewards
@@ -175,11 +174,8 @@ def _chains(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[str, Look]:
-    looks = {}
-    for source in sources:
-        if part := [group for group in groups if group.source == source.name]:
-            looks[source.name] = look_at(part, offer_of(source.runner))
-    return looks
+    parts = [(source, [group for group in groups if group.source == source.name]) for source in sources]
+    return {source.name: look_at(part, offer_of(source.runner)) for source, part in parts if part}
 
 
 def offer_of(runner: Runner) -> Offer:
@@ -252,7 +248,7 @@ def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, f
         named = sorted({group.source for group in groups} - {""})
         parts = {f"source/{name}/": [group for group in groups if group.source == name] for name in named}
         for prefix, part in {"": groups, **parts}.items():
-            means = mean_figures(part)
+            means = mean_figures(_chains(part))
             if mode == "sampled":
                 means |= sample_figures(part, recipe.eval.samples)
             metrics |= {f"{mode}/{prefix}{key}": value for key, value in means.items()}
@@ -280,18 +276,6 @@ class Evaluation:
                     if estimate.low is not None and estimate.high is not None:
                         metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
         return metrics
-
-
-def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Return means over the chains with a reward that have the value, and `failed`, the share of chains without one."""
-    trajectories = _chains(groups)
-    scored = [t for t in trajectories if t.reward is not None]
-    means = {"failed": 1 - len(scored) / len(trajectories)}
-    if scored:
-        means["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
-        names = sorted({name for t in scored for name in t.metrics})
-        means |= {name: fmean(t.metrics[name] for t in scored if name in t.metrics) for name in names}
-    return means
 
 
 def run_eval(
@@ -367,7 +351,7 @@ def run_rollout(
         return list(groups), looks_at(groups, watched)
 
     groups, looks = run_interruptibly(run())
-    metrics = mean_figures(groups)
+    metrics = mean_figures(_chains(groups))
     log({f"rollout/{key}": value for key, value in metrics.items()})
     return metrics, looks
 

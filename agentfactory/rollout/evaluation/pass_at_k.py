@@ -5,11 +5,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group, Trajectory
 
 # ---- intervals, valid for few tasks and for means near 0 and 1
 
@@ -111,6 +112,17 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     if not 0 <= passed <= samples:
         raise ValueError(f"{passed} of {samples} samples cannot have passed")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def mean_figures(chains: Sequence[Trajectory]) -> dict[str, float]:
+    """Return means over the chains with a reward that have the value, and `failed`, the share of chains without one."""
+    scored = [t for t in chains if t.reward is not None]
+    means = {"failed": 1 - len(scored) / len(chains)}
+    if scored:
+        means["reward"] = fmean(t.reward for t in scored if t.reward is not None)
+        names = sorted({name for t in scored for name in t.metrics})
+        means |= {name: fmean(t.metrics[name] for t in scored if name in t.metrics) for name in names}
+    return means
 
 
 def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:

@@ -11,10 +11,9 @@ from statistics import fmean
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.evaluation.pass_at_k import Estimate, Share, of_mean
+from agentfactory.rollout.evaluation.pass_at_k import Estimate, Share, mean_figures, of_mean
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import url_of
-from agentfactory.rollout.trajectory import Trajectory
 
 OPTION = "--beside"
 MODES = ("sampled", "greedy")
@@ -77,13 +76,11 @@ def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dic
 
 
 def _means(path: Path) -> TaskMeans:
-    groups = [(g.id, _as_text(g.task), _mean(g.trajectories)) for g in read_groups(path)]
+    groups = [(g.id, _as_text(g.task), mean_figures(g.trajectories)) for g in read_groups(path)]
     seen: dict[str, Iterator[int]] = defaultdict(count)
-    found = {}
     # in the order of the tasks, and not of their ends
-    for _, task, means in sorted(groups, key=lambda group: group[0]):
-        found[task, next(seen[task])] = means
-    return found
+    groups.sort(key=lambda group: group[0])
+    return {(task, next(seen[task])): means for _, task, means in groups}
 
 
 def _as_text(task: Task) -> str:
@@ -91,15 +88,6 @@ def _as_text(task: Task) -> str:
     if "images" in task:
         task = task | {"images": [Path(path).name for path in task["images"]]}
     return _RESIZED.sub("", json.dumps(task, sort_keys=True))
-
-
-def _mean(chains: list[Trajectory]) -> dict[str, float]:
-    scored = [chain for chain in chains if chain.reward is not None]
-    values = {
-        "reward": [chain.reward for chain in scored if chain.reward is not None],
-        "success": [chain.metrics["success"] for chain in scored if "success" in chain.metrics],
-    }
-    return {name: fmean(of_chains) for name, of_chains in values.items() if of_chains}
 
 
 def _difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> Difference | None:

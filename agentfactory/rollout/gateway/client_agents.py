@@ -5,10 +5,10 @@ import inspect
 import json
 import logging
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -109,16 +109,13 @@ class Visit:
     listening: Listening | None = None
 
 
-class ClientAgent(ABC):
+class ClientAgent(AbstractAsyncContextManager["ClientAgent"]):
     """An agent that samples its turns through an endpoint, used as an async context manager."""
 
     elsewhere = False
     """True for an external program, without this machine's files, whose report a chain without turns left awaits."""
     address_fix = ""
     """The fix if the agent's client does not reach the model."""
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         return None

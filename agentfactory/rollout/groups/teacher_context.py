@@ -15,7 +15,7 @@ from typing import Any
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_for
 from agentfactory.rollout.chains.chain_runner import ChainRunner, FirstVerdicts
 from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import RowRenderer
@@ -138,10 +138,7 @@ def shown(turns: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec]) -
 
 def load_context(reference: str, base: Path) -> RewardSpec:
     """Load a user's function of `teacher.context`. Raise SettingError if it cannot be used."""
-    try:
-        function: Callable[..., Any] = load_object(reference, base)
-    except UserCodeError as error:
-        raise SettingError(FIELD, f"unknown: {error.problem}", error.fix) from error.__cause__
+    function: Callable[..., Any] = load_for(FIELD, reference, base)
     name = reference.rpartition(":")[2]
     if not callable(function) or inspect.isclass(function):
         problem = f"{name} is not a function but a {type(function).__name__}"

@@ -97,10 +97,10 @@ class InferenceClient:
         whatever the environment says. `section` is the section of the recipe that errors name."""
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
-        self._router = Router(self.urls)
+        self.router = Router(self.urls)
         self.prefixes = PrefixTokens()
         self.connection = Connection(api_key_env, proxy, section)
-        self.recovery = Recovery(self.connection, self._router, retry_seconds)
+        self.recovery = Recovery(self.connection, self.router, retry_seconds)
         # a run's trainer pauses its own server, and resumes it; nobody does that for a teacher's
         self._is_own = section == "server"
         self._stalls = StallWatch(self.connection, retry_seconds, patient=self._is_own)
@@ -191,7 +191,7 @@ class InferenceClient:
             if images is not None:
                 parts = await images.parts(self._sent_to(url, replica.rank))
                 body = msgspec.json.encode({**request, "content_parts": parts})
-            self._router.load[replica] += 1
+            self.router.load[replica] += 1
             lost = None
             try:
                 async with self._stalls.request(replica):
@@ -201,7 +201,7 @@ class InferenceClient:
             except LostError as error:
                 lost = str(error)
             finally:
-                self._router.load[replica] -= 1
+                self.router.load[replica] -= 1
             if lost is not None:
                 self.recovery.lose(url, lost)
                 # a healthy server that drops every turn counts as back immediately
@@ -209,7 +209,7 @@ class InferenceClient:
                 continue
             completion = None
             if status == 200:
-                self._router.last_success = time.monotonic()
+                self.router.last_success = time.monotonic()
                 completion = _completion(text)
                 if images is not None:
                     self._sent_to(url, replica.rank).note(images.spans)
@@ -260,29 +260,21 @@ class InferenceClient:
                 loads = await self.connection.loads(url, LOAD_SECONDS)
             except (LostError, ValueError) as error:
                 raise InferenceError(f"cannot read the load of {url}: {error}") from error
-            self._router.has_replicas(url, len(loads))
-            return dict(zip(self._router.replicas(url), loads, strict=True))
+            self.router.has_replicas(url, len(loads))
+            return dict(zip(self.router.replicas(url), loads, strict=True))
 
-        serving = [url for url, state in self._router.states.items() if state is ServerState.SERVING]
+        serving = [url for url, state in self.router.states.items() if state is ServerState.SERVING]
         if not serving:
             raise InferenceError("no server is serving")
         found = await asyncio.gather(*map(loads_of, serving))
         return {replica: load for loads in found for replica, load in loads.items()}
-
-    @property
-    def moved(self) -> int:
-        return self._router.moved
-
-    def assign(self, chain: str, home: Replica) -> None:
-        """Send the next turns of `chain` to `home`, while it serves."""
-        self._router.assign(chain, home)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
         if (delay := retries.delay(time.monotonic(), asked=asked)) is not None:
             logger.info("%s: %s; trying again in %.1f s", url, problem, delay)
             await asyncio.sleep(delay)
             return
-        successful = self._router.last_success
+        successful = self.router.last_success
         if successful is None or successful < (retries.failing_since or 0.0):
             raise ServerUnreachableError(f"no server completed a request for {self._limit:g} s; {url}: {problem}")
         raise InferenceError(f"{problem} (for {self._limit:g} s)")

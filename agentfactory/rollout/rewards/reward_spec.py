@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, own_copy
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_for
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
@@ -115,10 +115,7 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
         name = getattr(given, "__name__", type(given).__name__)
         return _made(given, RewardConfig(reward=name), label, name)
     config = RewardConfig(reward=given) if isinstance(given, str) else given
-    try:
-        loaded = load_object(config.reward, base, PREBUILT)
-    except UserCodeError as error:
-        raise SettingError(label, f"unknown: {error.problem}", error.fix) from error
+    loaded = load_for(label, config.reward, base, PREBUILT)
     if not getattr(loaded, "is_reward", False):
         raise SettingError(label, f"{config.reward} is not a reward", "put @reward above its definition")
     return _made(loaded, config, label, config.reward.rpartition(":")[2])

@@ -156,14 +156,7 @@ class CodeInterpreter(Environment):
             starting = self._starting or Sandbox.begin(self._settings)
             self._starting = None
             self._used = True
-            sandbox = await Sandbox.ready(self._settings, starting)
-            try:
-                for name, content in self._contents.items():
-                    await sandbox.write(name, content)
-            except BaseException:
-                sandbox.close()
-                raise
-            self._sandbox = sandbox
+            self._sandbox = await Sandbox.ready(self._settings, starting, self._contents)
         return self._sandbox
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,8 +76,11 @@ class Sandbox:
             starting.add_done_callback(lambda started: None if started.exception() else started.result().free())
 
     @classmethod
-    async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
-        """Wait until a started sandbox answers. Raises SandboxUnavailable, or ValueError for a missing package."""
+    async def ready(
+        cls, settings: SandboxSettings, starting: "Future[SandboxProcess]", files: Mapping[str, bytes] | None = None
+    ) -> "Sandbox":
+        """Wait until a started sandbox answers, and write `files` (name -> content). Raises SandboxUnavailable, or
+        ValueError for a missing package, or a file that does not fit."""
         try:
             sandbox = cls(settings, await asyncio.wrap_future(starting))
         except asyncio.CancelledError:
@@ -85,6 +88,8 @@ class Sandbox:
             raise
         try:
             await sandbox._first_word()
+            for name, content in (files or {}).items():
+                await sandbox.write(name, content)
         except BaseException:
             sandbox.close()
             raise
@@ -292,12 +297,9 @@ async def run_script(
     """Run `code` in a fresh sandbox with `files` (name -> content). Raises SandboxUnavailable, or ValueError."""
     settings = settings or SandboxSettings(memory_mb=memory_mb)
     starting = process.starter.submit(process.start, settings, [_STDOUT_BYTES, _STDERR_BYTES])
-    sandbox = await Sandbox.ready(settings, starting)
+    own = {_PROGRAM: code.encode("utf-8", "replace"), _INPUT: stdin.encode("utf-8", "replace")}
+    sandbox = await Sandbox.ready(settings, starting, {**(files or {}), **own})
     try:
-        for name, content in (files or {}).items():
-            await sandbox.write(name, content)
-        await sandbox.write(_PROGRAM, code.encode("utf-8", "replace"))
-        await sandbox.write(_INPUT, stdin.encode("utf-8", "replace"))
         status = await sandbox.run_script(_PROGRAM, _INPUT, seconds)
         stdout, stderr = (sandbox._process.said(output) for output in (0, 1))
         return ScriptResult(stdout, stderr, 137 if status is None else status, status is None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.files import untrusted_files
-from agentfactory.base.files.disk import set_usual_modes, writing
+from agentfactory.base.files.disk import filled, set_usual_modes, writing
 from agentfactory.base.messages import is_finite_number
 
 INFO = "trainer_state.json"
@@ -67,24 +67,19 @@ def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator
     `path` already exists, and DiskError if the disk is full."""
     if path.exists():
         raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
-    aside = partial_path(path)
-    if aside.exists():
-        # left by a run that was killed while writing
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    try:
-        with writing(path):
-            yield aside
-            known = digests or {}
-            found = {name: known.get(name) or digest(aside / name) for name in files_of(aside)}
-            (aside / DIGESTS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            set_usual_modes(aside)
-            for entry in [*aside.rglob("*"), aside]:
-                flush(entry)
-        aside.rename(path)
-    except BaseException:
-        shutil.rmtree(aside)
-        raise
+    with filled(path) as aside:
+        try:
+            with writing(path):
+                yield aside
+                known = digests or {}
+                found = {name: known.get(name) or digest(aside / name) for name in files_of(aside)}
+                (aside / DIGESTS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                set_usual_modes(aside)
+                for entry in [*aside.rglob("*"), aside]:
+                    flush(entry)
+        except BaseException:
+            shutil.rmtree(aside)
+            raise
     flush(path.parent)
 
 

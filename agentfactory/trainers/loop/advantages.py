@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -229,8 +229,7 @@ def gigpo(groups: Groups, scale: Scale, gamma: float) -> PerToken:
         later = [returns(chain.rewards_by_turn, gamma) for chain in group]
         anchors = [chain.anchors or [None] * len(chain.turn_ends) for chain in group]
         steps = step_advantages(later, anchors, scale)
-        for chain, advantage, by_turn in zip(group, whole, steps, strict=True):
-            advantages.append(_by_token(chain, advantage, by_turn))
+        advantages += starmap(_by_token, zip(group, whole, steps, strict=True))
     return advantages
 
 
@@ -332,8 +331,7 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
     for group in groups:
         whole = estimate([chain.reward for chain in group])
         turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
-        for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
-            advantages.append(_by_token(chain, advantage, by_turn))
+        advantages += starmap(_by_token, zip(group, whole, turns, strict=True))
     return advantages
 
 

@@ -105,13 +105,13 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     kind = _attention_of(network, train, device, batching)
     if kind != "auto":
         if kind in ("flex_attention", "flash_attention_2"):
-            _need_gpu("train.attention", kind, device)
+            need_gpu("train.attention", kind, device)
         try:
             network.set_attn_implementation(kind)
         except (ImportError, ValueError) as error:
             raise SettingError("train.attention", f"{kind} cannot be used: {error}", "use sdpa") from error
     if train.liger:
-        _need_gpu("train.liger", "true", device)
+        need_gpu("train.liger", "true", device)
         _apply_liger(network)
     if train.precision != "auto":
         use_fp8(text_layers(network), train.precision, device)
@@ -177,10 +177,10 @@ def _apply_liger(network: PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(network, fused_linear_cross_entropy=False, cross_entropy=False)
 
 
-def _need_gpu(field: str, value: str, device: torch.device) -> None:
+def need_gpu(field: str, value: str, device: torch.device, fix: str = "remove it") -> None:
     if device.type != "cuda":
         problem = f"{value} needs a CUDA GPU, and this process trains on the {device.type.upper()}"
-        raise SettingError(field, problem, "remove it")
+        raise SettingError(field, problem, fix)
 
 
 def body_of(network: Any) -> Any:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
-from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.networks.critic import Role, role_of
+from agentfactory.trainers.networks.network import need_gpu
 from agentfactory.trainers.networks.vision_tower import tower_of
 
 Groups = list[dict[str, Any]]
@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     settings = config.optimizer
     groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
     if settings.name in ("adamw_8bit", "lion"):
-        _need_gpu(settings.name, groups[0]["params"][0].device)
+        need_gpu("train.optimizer.name", settings.name, groups[0]["params"][0].device, "use adamw")
     match settings.name:
         case "muon":
             return MuonAndAdamW(groups, settings)
@@ -109,12 +109,6 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
             group["matrix"] = id(weight) in matrices
         made.setdefault(tuple(group.values()), {"params": [], **group})["params"].append(weight)
     return [*made.values()]
-
-
-def _need_gpu(name: str, device: torch.device) -> None:
-    if device.type != "cuda":
-        problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
-        raise SettingError("train.optimizer.name", problem, "use adamw")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:

@@ -35,7 +35,7 @@ class ReasoningGym(Environment):
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._processes = _verifiers.acquire(
-            "all", lambda: KillableProcesses(PROCESS, _PROCESSES, VARIABLES, start_confined)
+            "all", lambda: KillableProcesses(PROCESS, _PROCESSES, variables=VARIABLES, start=start_confined)
         )
 
     @classmethod

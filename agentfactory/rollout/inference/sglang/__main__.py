@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.loopback import listeners_users
+from agentfactory.base.http.loopback import bound_socket, listeners_users
 from agentfactory.base.http.server_keys import key_of_environment
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.inference.http_server import ApiError, answer_requests, run_server, server_parser
@@ -33,8 +33,7 @@ class SglangProcess:
     def __init__(self, python: str | None, flags: Sequence[str]) -> None:
         """Start `python -m sglang.launch_server` with `flags`, on a free port of loopback."""
         self.api_key = secrets.token_urlsafe(32)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with bound_socket("127.0.0.1", 0) as probe:
             self._port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self._port}"
         # as a flag, any process list would show the key

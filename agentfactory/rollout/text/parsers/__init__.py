@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_for
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Parser, Reading
 
 __all__ = ["AUTO", "PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
@@ -48,10 +48,7 @@ PARSERS = {
 
 def load_parser(reference: str, base: Path = Path()) -> Parser:
     """Load the parser that `rollout.parser` names: one of PARSERS, or a class as `FILE.py:NAME` below `base`."""
-    try:
-        parser = load_object(reference, base, PARSERS)
-    except UserCodeError as error:
-        raise SettingError("rollout.parser", f"unknown: {error.problem}", error.fix) from error
+    parser = load_for("rollout.parser", reference, base, PARSERS)
     if not (isinstance(parser, type) and issubclass(parser, Parser)):
         raise SettingError("rollout.parser", f"{reference} is no class derived from agentfactory.Parser", "name one")
     return parser()
