@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample
 from tests.engine_runs import check, decode, finish, make_adapter, random_prompts
 from tests.placement.shapes import sizes
 
@@ -43,6 +44,23 @@ def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
     for request in decode(engine, [prompt[:5] for prompt in prompts]):
         assert request.finish_reason == "length"
         check(qwen3(), request)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"), [(5, 1.0, 1.0), (0, 0.7, 1.0), (9, 0.6, 0.7), (1, 0.1, 1.3)]
+)
+def test_limits_on_sampling_are_those_of_transformers(top_k: int, top_p: float, temperature: float) -> None:
+    logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(1)) * 2
+    warpers = [TemperatureLogitsWarper(temperature), *([TopKLogitsWarper(top_k)] if top_k else [])]
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    expected = logits.clone()
+    for warp in warpers:
+        expected = warp(torch.zeros(3, 1, dtype=torch.long), expected)
+    limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    requests = [Request(np.array([1]), 1, lambda request: None, **limits) for _ in range(3)]
+    tokens, logprobs = sample(logits.clone(), requests)
+    torch.testing.assert_close(logprobs, expected.log_softmax(-1))
+    assert all(expected[row, token].isfinite() for row, token in enumerate(tokens))
 
 
 def test_models_that_it_cannot_decode_are_refused() -> None:

@@ -245,7 +245,15 @@ async def test_error_answers(client: Client) -> None:
     assert f"from 0 to {VOCABULARY - 1}" in await client.generate([VOCABULARY], status=400)
     for ids in ([1.5], [[1], [1, 2]], [True], None, [2**70]):
         assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
-    refused = [("top_p", 0.9), ("guided", 1), ("temperature", "hot"), ("temperature", 1e-320), ("max_tokens", 0)]
+    refused = [
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 0.1),
+        ("guided", 1),
+        ("temperature", "hot"),
+        ("temperature", 1e-320),
+        ("max_tokens", 0),
+    ]
     refused += [
         ("logprob_token_ids", [VOCABULARY]),
         ("logit_bias", {str(VOCABULARY): 1.0}),
