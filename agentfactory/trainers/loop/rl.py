@@ -135,12 +135,12 @@ class Services:
     source: GroupSource | None = None
     sync: WeightSync | None = None
     """None if there is no server to update."""
-    await_ready: Callable[[], None] = lambda: None
-    """Wait for worker and servers, which start while the trainer loads its network."""
     canary: Canary | None = None
     turns: Turns = field(default_factory=Turns)
     """Gives the trainer's device to a server between turns."""
     stop: Stop = field(default_factory=Stop)
+    await_ready: Callable[[], None] = lambda: None
+    """Wait for worker and servers, which start while the trainer loads its network."""
 
 
 def train_rl(

@@ -145,11 +145,11 @@ def sample(
         uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)[:, None]
         # a CPU's caches hold few rows of a large vocabulary; a GPU takes all at once
         at_once = max(1, 2**19 // logits.shape[-1]) if logits.device.type == "cpu" else len(requests)
-        found = []
-        for part, drawn in zip(logprobs.split(at_once), uniform.split(at_once), strict=True):
+        tokens = torch.empty_like(uniform, dtype=torch.long)
+        for part, drawn, out in zip(*(each.split(at_once) for each in (logprobs, uniform, tokens)), strict=True):
             cumulative = part.exp().double().cumsum_(-1)
-            found.append(torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True))
-        tokens = torch.cat(found).clamp_(max=logits.shape[-1] - 1)
+            torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True, out=out)
+        tokens.clamp_(max=logits.shape[-1] - 1)
         if not all(temperature):
             greedy = torch.tensor([t == 0.0 for t in temperature], device=logits.device)[:, None]
             tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
