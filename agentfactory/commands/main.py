@@ -19,7 +19,7 @@ from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.base.run_notices import heard
-from agentfactory.base.user_code.entry_points import load_named
+from agentfactory.base.user_code.entry_points import SERVICES, load_named, registered
 from agentfactory.commands.options import answer_completion, completion_script, parse
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 check_free(recipe.output, options.overwrite)
         elif options.command == "serve":
             served = stages_of(recipe)[-1]
+            if options.service is not None:
+                served = load_named(registered(SERVICES)[options.service]).prepared(served)
             placement = place([served], "serve")[0]
             for line in describe_memory(served, placement):
                 comment(line)

@@ -239,7 +239,7 @@ def _add_options(name: str, command: argparse.ArgumentParser) -> None:
             kinds.add_argument("--chat", type=int, nargs="?", const=0, metavar="PORT", help=about)
             about = "serve training as well, by this API, at --port (default: a free one)"
             kinds.add_argument("--as", dest="service", choices=[*registered(SERVICES)], help=about)
-            command.add_argument("--port", type=int, default=0, metavar="PORT", help="port of --as")
+            command.add_argument("--port", type=int, metavar="PORT", help="port of --as")
         case "doctor":
             about = "find out the image coordinates of the model on the server at server.url"
             command.add_argument("--coordinates", action="store_true", help=about)

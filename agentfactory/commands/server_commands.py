@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.devices import may_have_gpu
 from agentfactory.base.processes.interruption import run_interruptibly
@@ -27,7 +28,7 @@ from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.inference.server_command_line import address_fault, chat_fault, outside_fault, server_command
+from agentfactory.rollout.inference.server_command_line import address_fault, outside_fault, port_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -44,18 +45,20 @@ def serve(
     say: Say,
     chat: int | None = None,
     service: str | None = None,
-    port: int = 0,
+    port: int | None = None,
 ) -> None:
     """Serve a checkpoint or the recipe's model until this process ends. `chat`: also answer chats on this port.
     `service`: also serve training, by the API of this name, on `port`."""
     with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
         found = None if service is None else load_named(registered(SERVICES)[service])
+        if found is None and port is not None:
+            raise SettingError("--port", f"got {port}, which is for --as", "set server.port")
         if found is not None:
             served = replace(served, recipe=found.prepared(served.recipe))
         check_writable(recipe.output)
         check_hub(served.recipe, "serve")
-        for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
+        for taken in (address_fault(served.recipe), port_fault(chat or 0, "--chat"), port_fault(port or 0, "--port")):
             if taken is not None:
                 raise taken
         run_prepare(recipe, children, say)
@@ -76,7 +79,7 @@ def serve(
             say(f"requests need its key, which AgentFactory finds; for other clients: {key_file_of(url)}")
         if found is not None:
             _log_to(folder, str(service))
-            run_interruptibly(found.serve(served.recipe, url, port, say, partial(children.check, server)))
+            run_interruptibly(found.serve(served.recipe, url, port or 0, say, partial(children.check, server)))
         elif chat is None:
             children.wait(server)
         else:

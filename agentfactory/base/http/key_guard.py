@@ -5,7 +5,7 @@ import hmac
 import socket
 from binascii import Error
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -65,9 +65,10 @@ def server_key(host: str, port: int, variable: str | None) -> Iterator[tuple[str
     if variable is not None:
         yield key_of_environment("--api-key-env", variable), f"its key is in the variable {variable}"
         return
-    try:
-        with published_key(host, port) as key:
-            yield key, f"its key is in {key_file(host, port)}, where your recipes find it"
-    except OSError as error:
-        problem = f"the key file for this server's clients cannot be written: {error}"
-        raise SettingError("--api-key-env", problem, "name a variable that holds one") from error
+    with ExitStack() as stack:
+        try:
+            key = stack.enter_context(published_key(host, port))
+        except OSError as error:
+            problem = f"the key file for this server's clients cannot be written: {error}"
+            raise SettingError("--api-key-env", problem, "name a variable that holds one") from error
+        yield key, f"its key is in {key_file(host, port)}, where your recipes find it"

@@ -94,9 +94,9 @@ def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
     return None
 
 
-def chat_fault(port: int) -> SettingError | None:
-    """Return the error if the chat endpoint could not listen on this port; None if it could."""
-    return _listening_fault("127.0.0.1", port, "--chat", "name a free port, or none")
+def port_fault(port: int, option: str) -> SettingError | None:
+    """Return the error if the endpoint of `option` could not listen on this port; None if it could."""
+    return _listening_fault("127.0.0.1", port, option, "name a free port, or none")
 
 
 def _listening_fault(host: str, port: int, field: str, fix: str) -> SettingError | None:
