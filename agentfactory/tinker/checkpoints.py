@@ -5,10 +5,10 @@ adapter in peft's format in a folder whose name ends with its digest, the canary
 
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import write_whole
-from agentfactory.tinker.bodies import MODEL_ID, NAME, Lora, Metadata
+from agentfactory.tinker.bodies import MODEL_ID, NAME, Lora, Metadata, Short
 from agentfactory.tinker.messages import RequestError
 from agentfactory.tinker.training import Model, Trainer
 from agentfactory.trainers.checkpoints import checkpoint_folder
@@ -26,6 +26,7 @@ from agentfactory.trainers.sync.canary_verdict import Scores
 WEIGHTS_KIND, SAMPLER_KIND = "weights", "sampler_weights"
 _PATH = re.compile(rf"tinker://({MODEL_ID})/({WEIGHTS_KIND}|{SAMPLER_KIND})/({NAME})")
 _INFO, _RUN, _SCORES, _OPTIMIZER = "checkpoint.json", "model.json", "scores.npy", "optimizer.safetensors"
+Listing = dict[str, Any]
 
 
 class Info(msgspec.Struct):
@@ -35,19 +36,22 @@ class Info(msgspec.Struct):
     base_model: str
     lora: Lora
     user_metadata: Metadata | None
-    time: float = msgspec.field(default_factory=time.time)
+    time: datetime = msgspec.field(default_factory=lambda: datetime.now(UTC))
     steps: int = 0
     adapter: str = ""
-    expires_at: float | None = None
+    expires_at: datetime | None = None
 
     @property
     def is_expired(self) -> bool:
-        return self.expires_at is not None and self.expires_at <= time.time()
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+    def expire_in(self, seconds: int | None) -> None:
+        self.expires_at = None if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
 
     @classmethod
     def read(cls, file: Path, within: Path) -> "Info":
         """Raises OSError or ValueError."""
-        return msgspec.convert(untrusted_files.read_json(file, within), cls)
+        return msgspec.convert(untrusted_files.read_json(file, within), cls, strict=False)
 
     def write(self, file: Path) -> None:
         write_whole(file, msgspec.json.format(msgspec.json.encode(self), indent=2))
@@ -82,16 +86,16 @@ class Saved:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
             return np.load(file, allow_pickle=False)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Listing:
         sizes = [(self.folder / name).stat().st_size for name in checkpoint_folder.files_of(self.folder)]
         return {
             "checkpoint_id": f"{self.path.kind}/{self.path.name}",
             "checkpoint_type": "training" if self.path.kind == WEIGHTS_KIND else "sampler",
-            "time": _date(self.info.time),
+            "time": self.info.time,
             "tinker_path": str(self.path),
             "size_bytes": sum(sizes),
             "user_metadata": self.info.user_metadata,
-            "expires_at": self.info.expires_at and _date(self.info.expires_at),
+            "expires_at": self.info.expires_at,
         }
 
 
@@ -128,7 +132,7 @@ class Checkpoints:
         if folder.exists() and not overwrite:
             raise RequestError(f"path: {path} exists; choose another name, or set overwrite")
         info = Info(path.model_id, self._base_model, model.config, metadata, steps=model.steps)
-        info.expires_at = ttl and time.time() + ttl
+        info.expire_in(ttl)
         passing = folder.with_name(f".{path.name}.whole")
         with checkpoint_folder.written_aside(passing) as aside:
             content = checkpoint_folder.digest(trainer.save(model, aside / "adapter"))
@@ -140,7 +144,7 @@ class Checkpoints:
         # without a digest, because the lifetime may change
         info.write(passing / _INFO)
         if folder.exists():
-            _remove(folder)
+            remove(folder)
         passing.rename(folder)
         if path.kind == WEIGHTS_KIND:
             model.saved = model.steps
@@ -163,28 +167,49 @@ class Checkpoints:
             raise RequestError(f"path: {path} has expired; it was saved with a ttl", 404)
         return saved
 
-    def remove(self, path: CheckpointPath) -> None:
-        _remove(self.find(path).folder)
+    # ---- requests that need nothing but this folder
 
-    def set_lifetime(self, path: CheckpointPath, ttl: int | None) -> None:
-        saved = self.find(path)
-        saved.info.expires_at = ttl and time.time() + ttl
+    def delete_checkpoint(self, asked: Short) -> None:
+        remove(self.find(_asked_path(asked)).folder)
+
+    def set_lifetime(self, asked: Short) -> None:
+        saved = self.find(_asked_path(asked))
+        saved.info.expire_in(asked.ttl_seconds)
         saved.info.write(saved.folder / _INFO)
 
-    # ---- listings
+    def weights_info(self, asked: Short) -> Listing:
+        config = self.find(CheckpointPath.of(asked.tinker_path)).info.lora
+        parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": self._base_model, "is_lora": True, "lora_rank": config.rank, **parts}
 
-    def models(self) -> dict[str, Info]:
+    def list_runs(self, asked: Short) -> Listing:
+        found, cursor = asked.page(list(self._models().values()))
+        return {"training_runs": [self._describe(info) for info in found], "cursor": cursor}
+
+    def describe_run(self, asked: Short) -> Listing:
+        if (info := self._models().get(asked.model_id)) is None:
+            raise RequestError(f"there is no training run {asked.model_id!r:.120}", 404)
+        return self._describe(info)
+
+    def list_checkpoints_of_run(self, asked: Short) -> Listing:
+        return {"checkpoints": self._described([asked.model_id])}
+
+    def list_checkpoints(self, asked: Short) -> Listing:
+        found, cursor = asked.page(self._described(list(self._models())))
+        return {"checkpoints": found, "cursor": cursor}
+
+    def _models(self) -> dict[str, Info]:
         """Return what is known of all models by their ids, the newest first."""
         found: list[Info] = []
         for file in self._folder.glob(f"*/{_RUN}"):
             with suppress(OSError, ValueError):
                 found.append(Info.read(file, self._folder))
-        return {info.model_id: info for info in sorted(found, key=lambda info: -info.time)}
+        return {info.model_id: info for info in sorted(found, key=attrgetter("time"), reverse=True)}
 
-    def described(self, models: list[str]) -> list[dict[str, Any]]:
+    def _described(self, models: list[str]) -> list[Listing]:
         """Return the checkpoints of `models` as the API lists them, the oldest first."""
-        found = [saved for model_id in models for saved in self._all(model_id)]
-        return [saved.describe() for saved in sorted(found, key=lambda saved: saved.info.time)]
+        found = [saved.describe() for model_id in models for saved in self._all(model_id)]
+        return sorted(found, key=itemgetter("time"))
 
     def _all(self, model_id: str) -> Iterator[Saved]:
         """Yield a model's checkpoints, and remove expired ones."""
@@ -195,32 +220,29 @@ class Checkpoints:
                     if not saved.info.is_expired:
                         yield saved
                     else:
-                        _remove(folder)
+                        remove(folder)
 
-    def describe(self, model_id: str) -> dict[str, Any]:
-        """Return a model as the API lists it. Raises RequestError if it is unknown."""
-        if (info := self.models().get(model_id)) is None:
-            raise RequestError(f"there is no training run {model_id!r:.120}", 404)
-        last = {saved["checkpoint_type"]: saved for saved in self.described([model_id])}
+    def _describe(self, info: Info) -> Listing:
+        last = {saved["checkpoint_type"]: saved for saved in self._described([info.model_id])}
         return {
-            "training_run_id": model_id,
+            "training_run_id": info.model_id,
             "base_model": info.base_model,
             "model_owner": "you",
             "is_lora": True,
             "lora_rank": info.lora.rank,
-            "last_request_time": max([_date(info.time), *(saved["time"] for saved in last.values())]),
+            "last_request_time": max([info.time, *(saved["time"] for saved in last.values())]),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": info.user_metadata,
         }
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     # renamed first: half of a folder must not be mistaken for a checkpoint
     doomed = folder.with_name(f".{folder.name}.deleted")
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+def _asked_path(asked: Short) -> CheckpointPath:
+    return CheckpointPath.of(f"tinker://{asked.model_id}/{asked.kind}/{asked.name}")

@@ -8,18 +8,18 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
 from agentfactory.tinker import bodies
-from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved
+from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved, remove
 from agentfactory.tinker.futures import Answer, Futures, Turns, Work
 from agentfactory.tinker.messages import PROTOBUF, PassRequest, RequestError
 from agentfactory.tinker.samplers import Samplers
@@ -28,11 +28,9 @@ from agentfactory.tinker.training import Model, Trainer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Handler = Callable[..., Awaitable[Any]]
 
 _POST: dict[str, type[Struct]] = {
-    **dict.fromkeys(
-        ("create_session", "session_heartbeat", "get_info", "retrieve_future", "weights_info"), bodies.Short
-    ),
     "create_model": bodies.CreateModel,
     "load_weights": bodies.LoadWeights,
     "create_sampling_session": bodies.CreateSampler,
@@ -45,21 +43,25 @@ _IN_TURN: dict[str, type[Struct]] = {
     "save_weights_for_sampler": bodies.SaveForSampler,
 }
 """The same of requests that take their turn among those of a model, and return a future."""
-_CHECKPOINT = "training_runs/{id}/checkpoints/{kind}/{name}"
-_OTHERS = {
-    ("POST", "forward_backward"): "forward_backward",
-    ("POST", "sessions/{id}/finish"): "finish_session",
-    ("GET", "get_server_capabilities"): "capabilities",
-    ("GET", "samplers/{id}"): "describe_sampler",
+_CHECKPOINT = "training_runs/{model_id}/checkpoints/{kind}/{name}"
+_SHORT = {
+    ("POST", "create_session"): "create_session",
+    ("POST", "session_heartbeat"): "session_heartbeat",
+    ("POST", "sessions/{session_id}/finish"): "finish_session",
+    ("POST", "get_info"): "get_info",
+    ("POST", "retrieve_future"): "retrieve_future",
+    ("GET", "samplers/{sampling_session_id}"): "describe_sampler",
     ("GET", "sessions"): "list_sessions",
-    ("GET", "sessions/{id}"): "describe_session",
+    ("GET", "sessions/{session_id}"): "describe_session",
+    ("POST", "weights_info"): "weights_info",
     ("GET", "training_runs"): "list_runs",
-    ("GET", "training_runs/{id}"): "describe_run",
-    ("GET", "training_runs/{id}/checkpoints"): "list_checkpoints_of_run",
+    ("GET", "training_runs/{model_id}"): "describe_run",
+    ("GET", "training_runs/{model_id}/checkpoints"): "list_checkpoints_of_run",
     ("GET", "checkpoints"): "list_checkpoints",
     ("DELETE", _CHECKPOINT): "delete_checkpoint",
     ("PUT", f"{_CHECKPOINT}/ttl"): "set_lifetime",
 }
+"""Requests with bodies.Short -> a method here or of Checkpoints, which is called on another thread."""
 _OFF = "parallel_fwdbwd_chunks", "proto_compress_fwdbwd", "custom_loss_server_side", "sample_use_retrieve_futures"
 _FIXED: dict[tuple[str, str], Answer] = {
     ("POST", "client/config"): dict.fromkeys((*_OFF, "sample_join_sampling_session"), False),
@@ -92,8 +94,7 @@ class _Sampler:
     used: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """The base model: its folder, or name on the hub, the service's name of it, and others that clients may use."""
 
     folder: str
@@ -117,34 +118,38 @@ class Service:
         self._sampling: dict[str, _Sampler] = {}
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._respond])
-        routes: dict[tuple[str, str], Callable[..., Awaitable[Any]]] = {}
+        known = {"max_context_length": self._base.context, "trainable": True, "sampleable": True}
+        capabilities = {"supported_models": [{"model_name": self._base.name, **known}]}
+        routes: dict[tuple[str, str], Handler] = {("POST", "forward_backward"): self.forward_backward}
         for name, kind in _POST.items():
             routes["POST", name] = partial(self._decoded, getattr(self, name), kind)
         for name, kind in _IN_TURN.items():
             routes["POST", name] = partial(self._decoded_in_turn, getattr(self, name), kind)
-        routes |= {place: getattr(self, name) for place, name in _OTHERS.items()}
-        routes |= {place: partial(_fixed, answer) for place, answer in _FIXED.items()}
-        for (method, path), handler in routes.items():
-            app.router.add_route(method, f"/api/v1/{path}", handler)
+        for place, name in _SHORT.items():
+            here = getattr(self, name, None) or partial(asyncio.to_thread, getattr(self._checkpoints, name))
+            routes[place] = partial(self._decoded, here, bodies.Short)
+        for place, answer in {**_FIXED, ("GET", "get_server_capabilities"): capabilities}.items():
+            routes[place] = partial(_fixed, answer)
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._respond])
+        app.add_routes([web.route(method, f"/api/v1/{path}", handler) for (method, path), handler in routes.items()])
         return app
 
-    async def _decoded(self, handler: Callable[..., Awaitable[Any]], kind: type[Struct], request: web.Request) -> Any:
-        return await handler(bodies.decode(await request.read(), kind))
+    async def _decoded(self, handler: Handler, kind: type[Struct], request: web.Request) -> Any:
+        query: Mapping[str, str] = request.query if request.method == "GET" else {}
+        return await handler(bodies.decode(await request.read(), kind, {**query, **request.match_info}))
 
-    async def _decoded_in_turn(
-        self, work: Callable[..., Awaitable[Answer]], kind: type[Struct], request: web.Request
-    ) -> Answer:
+    async def _decoded_in_turn(self, work: Handler, kind: type[Struct], request: web.Request) -> Answer:
         """A wrong body takes its turn, too: those after it would wait for ever."""
         content = await request.read()
 
         async def decoded(model: Model) -> Answer:
-            return await work(model, bodies.decode(content, kind))
+            answer: Answer = await work(model, bodies.decode(content, kind))
+            return answer
 
         return self._in_turn(bodies.decode(content, bodies.Turn), decoded)
 
     @web.middleware
-    async def _respond(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
+    async def _respond(self, request: web.Request, handler: Handler) -> web.Response:
         given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self._key):
             refusal = _json({"error": "set TINKER_API_KEY as the service has printed it"}, 401)
@@ -158,30 +163,27 @@ class Service:
             return _json({"error": f"the body has more than {_MOST_BYTES:,} bytes; send fewer data at a time"}, 413)
         except web.HTTPException as error:
             return _json({"error": f"{request.method} {request.path} is not a part of this service"}, error.status)
+        if found is None:
+            return web.Response(status=204)
         return found if isinstance(found, web.Response) else _json(found)
 
     def _compute(self, function: Callable[..., Result], *args: Any, **named: Any) -> Awaitable[Result]:
         """Call a function on the thread that computes."""
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **named))
 
-    def _future(self, key: tuple[str, int], work: Work, **further: Any) -> Answer:
-        return {"request_id": self._futures.begin(key, work), **further}
+    def _future(self, name: str, work: Work, **further: Any) -> Answer:
+        self._futures.begin(name, work)
+        return {"request_id": name, **further}
 
     async def retrieve_future(self, body: bodies.Short) -> Answer | web.Response:
-        future = self._futures.get(body.request_id)
-        try:
-            async with asyncio.timeout(_POLL_SECONDS):
-                await future.done.wait()
-        except TimeoutError:
-            return _json({"type": "try_again", "request_id": future.name, "queue_state": "active"}, 408)
-        answer = future.answer
+        task = self._futures[body.request_id]
+        await asyncio.wait([task], timeout=_POLL_SECONDS)
+        if not task.done():
+            return _json({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
+        answer = task.result()
         return answer if isinstance(answer, dict) else web.Response(body=answer, content_type=PROTOBUF)
 
     # ---- sessions
-
-    async def capabilities(self, request: web.Request) -> Answer:
-        known = {"max_context_length": self._base.context, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": self._base.name, **known}]}
 
     async def create_session(self, body: bodies.Short) -> Answer:
         name = uuid.uuid4().hex
@@ -198,9 +200,9 @@ class Service:
         self._session(body.session_id)
         return {"type": "session_heartbeat"}
 
-    async def finish_session(self, request: web.Request) -> Answer:
-        if (name := request.match_info["id"]) in self._sessions:
-            await self._end_session(name, "its session has ended")
+    async def finish_session(self, body: bodies.Short) -> Answer:
+        if body.session_id in self._sessions:
+            await self._end_session(body.session_id, "its session has ended")
         return {"status": "finished"}
 
     async def _end_session(self, name: str, reason: str) -> None:
@@ -218,7 +220,7 @@ class Service:
 
     async def _forget(self, saved: Saved) -> None:
         await self._samplers.forget(saved)
-        await asyncio.to_thread(self._checkpoints.remove, saved.path)
+        await asyncio.to_thread(remove, saved.folder)
 
     async def sweep(self, silent: float = _SESSION_SECONDS) -> None:
         """End sessions without a heartbeat for `silent` seconds, and unused snapshots; first save unsaved steps."""
@@ -247,12 +249,12 @@ class Service:
         self._thread.shutdown()
         return paths
 
-    async def list_sessions(self, request: web.Request) -> Answer:
-        return {"sessions": _page(request, list(self._sessions))[0]}
+    async def list_sessions(self, body: bodies.Short) -> Answer:
+        return {"sessions": body.page(list(self._sessions))[0]}
 
-    async def describe_session(self, request: web.Request) -> Answer:
-        if (session := self._sessions.get(request.match_info["id"])) is None:
-            raise RequestError(f"there is no session {request.match_info['id']!r:.80}", 404)
+    async def describe_session(self, body: bodies.Short) -> Answer:
+        if (session := self._sessions.get(body.session_id)) is None:
+            raise RequestError(f"there is no session {body.session_id!r:.80}", 404)
         told = {"training_run_ids": session.models, "sampler_ids": session.samplers}
         return {**told, "user_metadata": session.metadata}
 
@@ -274,7 +276,7 @@ class Service:
             return {"type": "create_model", "model_id": model_id}
 
         self._session(body.session_id)
-        return self._future((model_id, 0), work)
+        return self._future(f"{model_id}:0", work)
 
     async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
         """Create a model. Raises RequestError if there are too many, or the server does not serve such an adapter."""
@@ -312,10 +314,10 @@ class Service:
 
     def _in_turn(self, turn: bodies.Turn | PassRequest, work: Callable[[Model], Awaitable[Answer]]) -> Answer:
         """Return the future of a model's request; that of the first time, if it was sent before."""
-        key, model = (turn.model_id, turn.seq_id), self._model(turn.model_id)
-        if (known := self._futures.known(key)) is not None:
-            return {"request_id": known}
-        return self._future(key, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
+        name, model = f"{turn.model_id}:{turn.seq_id}", self._model(turn.model_id)
+        if name in self._futures:
+            return {"request_id": name}
+        return self._future(name, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
 
     async def forward_backward(self, request: web.Request) -> Answer:
         if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:
@@ -354,7 +356,7 @@ class Service:
             raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
         self._session(body.session_id)
         created = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._future((created, 0), partial(load, created))
+        return self._future(f"{created}:0", partial(load, created))
 
     async def save_weights_for_sampler(self, model: Model, body: bodies.SaveForSampler) -> Answer:
         if body.kind != "snapshot":
@@ -370,37 +372,6 @@ class Service:
         session = f"{body.model_id.partition(':')[0]}:sample:{number}"
         self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
         return {"type": "save_weights_for_sampler", "sampling_session_id": session}
-
-    async def weights_info(self, body: bodies.Short) -> Answer:
-        path = CheckpointPath.of(body.tinker_path)
-        config = (await asyncio.to_thread(self._checkpoints.find, path)).info.lora
-        parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": self._base.name, "is_lora": True, "lora_rank": config.rank, **parts}
-
-    async def list_runs(self, request: web.Request) -> Answer:
-        names, cursor = _page(request, list(await asyncio.to_thread(self._checkpoints.models)))
-        runs = [await asyncio.to_thread(self._checkpoints.describe, name) for name in names]
-        return {"training_runs": runs, "cursor": cursor}
-
-    async def describe_run(self, request: web.Request) -> Answer:
-        return await asyncio.to_thread(self._checkpoints.describe, request.match_info["id"])
-
-    async def list_checkpoints_of_run(self, request: web.Request) -> Answer:
-        return {"checkpoints": await asyncio.to_thread(self._checkpoints.described, [request.match_info["id"]])}
-
-    async def list_checkpoints(self, request: web.Request) -> Answer:
-        models = list(await asyncio.to_thread(self._checkpoints.models))
-        found, cursor = _page(request, await asyncio.to_thread(self._checkpoints.described, models))
-        return {"checkpoints": found, "cursor": cursor}
-
-    async def delete_checkpoint(self, request: web.Request) -> web.Response:
-        await asyncio.to_thread(self._checkpoints.remove, _path_in(request))
-        return web.Response(status=204)
-
-    async def set_lifetime(self, request: web.Request) -> web.Response:
-        ttl = bodies.decode(await request.read(), bodies.Short).ttl_seconds
-        await asyncio.to_thread(self._checkpoints.set_lifetime, _path_in(request), ttl)
-        return web.Response(status=204)
 
     # ---- samples
 
@@ -421,20 +392,19 @@ class Service:
 
     def _sampler(self, name: str) -> _Sampler:
         if (found := self._sampling.get(name)) is None:
-            raise RequestError(
-                f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again", 404
-            )
+            told = f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again"
+            raise RequestError(told, 404)
         found.used = time.monotonic()
         return found
 
-    async def describe_sampler(self, request: web.Request) -> Answer:
-        name = request.match_info["id"]
+    async def describe_sampler(self, body: bodies.Short) -> Answer:
+        name = body.sampling_session_id
         return {"sampler_id": name, "base_model": self._base.name, "model_path": self._sampler(name).path}
 
     async def asample(self, body: bodies.Asample) -> Answer:
-        sampler, key = self._sampler(body.sampling_session_id), (body.sampling_session_id, body.seq_id)
-        names = [f"{key[0]}:{key[1]}:{number}" for number in range(body.num_samples)]
-        return self._future(key, lambda: self._samplers.sample(sampler.saved, body), sample_sequence_ids=names)
+        sampler, name = self._sampler(body.sampling_session_id), f"{body.sampling_session_id}:{body.seq_id}"
+        each = [f"{name}:{number}" for number in range(body.num_samples)]
+        return self._future(name, lambda: self._samplers.sample(sampler.saved, body), sample_sequence_ids=each)
 
 
 async def _fixed(answer: Answer, request: web.Request) -> Answer:
@@ -443,17 +413,3 @@ async def _fixed(answer: Answer, request: web.Request) -> Answer:
 
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
-
-
-def _page(request: web.Request, found: list[Result]) -> tuple[list[Result], dict[str, int]]:
-    """Return the asked part of a list, and the API's note of where it lies."""
-    given = [request.query.get("offset", "0"), request.query.get("limit", "20")]
-    if not all(value.isdecimal() and len(value) < 10 for value in given):
-        raise RequestError(f"offset and limit: got {given}; give whole numbers")
-    offset, limit = int(given[0]), min(int(given[1]), 1000)
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
-
-
-def _path_in(request: web.Request) -> CheckpointPath:
-    parts = request.match_info
-    return CheckpointPath.of(f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}")
