@@ -82,6 +82,11 @@ class Saved:
         self.path, self.folder, self.info = path, folder, Info.read(folder / _INFO, folder)
         self.adapter, self.optimizer = folder.resolve() / self.info.adapter, folder / _OPTIMIZER
 
+    @property
+    def is_nameless(self) -> bool:
+        """True for a snapshot that ends with its sampling session."""
+        return self.path.name.startswith("_")
+
     def scores(self) -> Scores:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
             return np.load(file, allow_pickle=False)
@@ -169,33 +174,33 @@ class Checkpoints:
 
     # ---- requests that need nothing but this folder
 
-    def delete_checkpoint(self, asked: Short) -> None:
-        remove(self.find(_asked_path(asked)).folder)
+    def delete_checkpoint(self, body: Short) -> None:
+        remove(self.find(_path_in(body)).folder)
 
-    def set_lifetime(self, asked: Short) -> None:
-        saved = self.find(_asked_path(asked))
-        saved.info.expire_in(asked.ttl_seconds)
+    def set_lifetime(self, body: Short) -> None:
+        saved = self.find(_path_in(body))
+        saved.info.expire_in(body.ttl_seconds)
         saved.info.write(saved.folder / _INFO)
 
-    def weights_info(self, asked: Short) -> Listing:
-        config = self.find(CheckpointPath.of(asked.tinker_path)).info.lora
+    def weights_info(self, body: Short) -> Listing:
+        config = self.find(CheckpointPath.of(body.tinker_path)).info.lora
         parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self._base_model, "is_lora": True, "lora_rank": config.rank, **parts}
 
-    def list_runs(self, asked: Short) -> Listing:
-        found, cursor = asked.page(list(self._models().values()))
+    def list_runs(self, body: Short) -> Listing:
+        found, cursor = body.page(list(self._models().values()))
         return {"training_runs": [self._describe(info) for info in found], "cursor": cursor}
 
-    def describe_run(self, asked: Short) -> Listing:
-        if (info := self._models().get(asked.model_id)) is None:
-            raise RequestError(f"there is no training run {asked.model_id!r:.120}", 404)
+    def describe_run(self, body: Short) -> Listing:
+        if (info := self._models().get(body.model_id)) is None:
+            raise RequestError(f"there is no training run {body.model_id!r:.120}", 404)
         return self._describe(info)
 
-    def list_checkpoints_of_run(self, asked: Short) -> Listing:
-        return {"checkpoints": self._described([asked.model_id])}
+    def list_checkpoints_of_run(self, body: Short) -> Listing:
+        return {"checkpoints": self._described([body.model_id])}
 
-    def list_checkpoints(self, asked: Short) -> Listing:
-        found, cursor = asked.page(self._described(list(self._models())))
+    def list_checkpoints(self, body: Short) -> Listing:
+        found, cursor = body.page(self._described(list(self._models())))
         return {"checkpoints": found, "cursor": cursor}
 
     def _models(self) -> dict[str, Info]:
@@ -244,5 +249,5 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _asked_path(asked: Short) -> CheckpointPath:
-    return CheckpointPath.of(f"tinker://{asked.model_id}/{asked.kind}/{asked.name}")
+def _path_in(body: Short) -> CheckpointPath:
+    return CheckpointPath.of(f"tinker://{body.model_id}/{body.kind}/{body.name}")

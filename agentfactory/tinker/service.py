@@ -8,9 +8,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,30 +29,19 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Handler = Callable[..., Awaitable[Any]]
 
-_POST: dict[str, type[Struct]] = {
-    "create_model": bodies.CreateModel,
-    "load_weights": bodies.LoadWeights,
-    "create_sampling_session": bodies.CreateSampler,
-    "asample": bodies.Asample,
-}
-"""Path -> its body; it is served by the method of its name."""
-_IN_TURN: dict[str, type[Struct]] = {
-    "optim_step": bodies.OptimStep,
-    "save_weights": bodies.SaveWeights,
-    "save_weights_for_sampler": bodies.SaveForSampler,
-}
-"""The same of requests that take their turn among those of a model, and return a future."""
+_POST = (
+    *("create_session", "session_heartbeat", "create_model", "get_info", "load_weights", "weights_info"),
+    *("create_sampling_session", "asample", "retrieve_future"),
+)
+_IN_TURN = "optim_step", "save_weights", "save_weights_for_sampler"
+"""Requests that take their turn among those of a model, and return a future."""
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{kind}/{name}"
-_SHORT = {
-    ("POST", "create_session"): "create_session",
-    ("POST", "session_heartbeat"): "session_heartbeat",
+_ROUTES = {
+    **{("POST", name): name for name in (*_POST, *_IN_TURN)},
     ("POST", "sessions/{session_id}/finish"): "finish_session",
-    ("POST", "get_info"): "get_info",
-    ("POST", "retrieve_future"): "retrieve_future",
-    ("GET", "samplers/{sampling_session_id}"): "describe_sampler",
     ("GET", "sessions"): "list_sessions",
     ("GET", "sessions/{session_id}"): "describe_session",
-    ("POST", "weights_info"): "weights_info",
+    ("GET", "samplers/{sampling_session_id}"): "describe_sampler",
     ("GET", "training_runs"): "list_runs",
     ("GET", "training_runs/{model_id}"): "describe_run",
     ("GET", "training_runs/{model_id}/checkpoints"): "list_checkpoints_of_run",
@@ -61,7 +49,7 @@ _SHORT = {
     ("DELETE", _CHECKPOINT): "delete_checkpoint",
     ("PUT", f"{_CHECKPOINT}/ttl"): "set_lifetime",
 }
-"""Requests with bodies.Short -> a method here or of Checkpoints, which is called on another thread."""
+"""Route -> the method, here or in Checkpoints, that serves it; its `body` is of the type with which it is annotated."""
 _OFF = "parallel_fwdbwd_chunks", "proto_compress_fwdbwd", "custom_loss_server_side", "sample_use_retrieve_futures"
 _FIXED: dict[tuple[str, str], Answer] = {
     ("POST", "client/config"): dict.fromkeys((*_OFF, "sample_join_sampling_session"), False),
@@ -75,23 +63,6 @@ _MOST_MODELS = 16
 _SESSION_SECONDS, _SILENT_SECONDS, _SNAPSHOT_SECONDS = 900.0, 120.0, 1800.0
 """Time without a heartbeat after which a session ends; the same while a new model finds no room; and time without a
 request after which a nameless snapshot ends."""
-
-
-@dataclass
-class _Session:
-    metadata: bodies.Metadata | None
-    seen: float = field(default_factory=time.monotonic)
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Sampler:
-    """A sampling session: a snapshot (None: the base), which ends with it unless it has a `path`."""
-
-    saved: Saved | None
-    path: str | None
-    used: float = field(default_factory=time.monotonic)
 
 
 class Base(NamedTuple):
@@ -112,41 +83,38 @@ class Service:
         self._key = key.encode()
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._futures = Futures()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, bodies.Metadata | None] = {}
         self._models: dict[str, Model] = {}
         self._turns: dict[str, Turns] = {}
-        self._sampling: dict[str, _Sampler] = {}
+        self._sampling: dict[str, Saved | None] = {}
+        """Sampling sessions of snapshots (None: of the base)."""
+        self._seen: dict[str, float] = {}
+        """Session, or sampling session -> time of its last request."""
 
     def application(self) -> web.Application:
         known = {"max_context_length": self._base.context, "trainable": True, "sampleable": True}
         capabilities = {"supported_models": [{"model_name": self._base.name, **known}]}
         routes: dict[tuple[str, str], Handler] = {("POST", "forward_backward"): self.forward_backward}
-        for name, kind in _POST.items():
-            routes["POST", name] = partial(self._decoded, getattr(self, name), kind)
-        for name, kind in _IN_TURN.items():
-            routes["POST", name] = partial(self._decoded_in_turn, getattr(self, name), kind)
-        for place, name in _SHORT.items():
-            here = getattr(self, name, None) or partial(asyncio.to_thread, getattr(self._checkpoints, name))
-            routes[place] = partial(self._decoded, here, bodies.Short)
         for place, answer in {**_FIXED, ("GET", "get_server_capabilities"): capabilities}.items():
             routes[place] = partial(_fixed, answer)
+        for place, name in _ROUTES.items():
+            method = getattr(self, name, None) or getattr(self._checkpoints, name)
+            handler = method if hasattr(self, name) else partial(asyncio.to_thread, method)
+            decoded = self._decoded_in_turn if name in _IN_TURN else self._decoded
+            routes[place] = partial(decoded, handler, method.__annotations__["body"])
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._respond])
         app.add_routes([web.route(method, f"/api/v1/{path}", handler) for (method, path), handler in routes.items()])
         return app
 
     async def _decoded(self, handler: Handler, kind: type[Struct], request: web.Request) -> Any:
-        query: Mapping[str, str] = request.query if request.method == "GET" else {}
-        return await handler(bodies.decode(await request.read(), kind, {**query, **request.match_info}))
+        query = dict(request.query) if request.method == "GET" else {}
+        return await handler(bodies.decode(await request.read(), kind, query | request.match_info))
 
     async def _decoded_in_turn(self, work: Handler, kind: type[Struct], request: web.Request) -> Answer:
         """A wrong body takes its turn, too: those after it would wait for ever."""
         content = await request.read()
-
-        async def decoded(model: Model) -> Answer:
-            answer: Answer = await work(model, bodies.decode(content, kind))
-            return answer
-
-        return self._in_turn(bodies.decode(content, bodies.Turn), decoded)
+        turn = bodies.decode(content, bodies.Turn)
+        return self._in_turn(turn, lambda model: work(model, bodies.decode(content, kind)))
 
     @web.middleware
     async def _respond(self, request: web.Request, handler: Handler) -> web.Response:
@@ -187,17 +155,17 @@ class Service:
 
     async def create_session(self, body: bodies.Short) -> Answer:
         name = uuid.uuid4().hex
-        self._sessions[name] = _Session(body.user_metadata)
+        self._sessions[name], self._seen[name] = body.user_metadata, time.monotonic()
         return {"type": "create_session", "session_id": name}
 
-    def _session(self, name: str) -> _Session:
-        if (found := self._sessions.get(name)) is None:
+    def _keep_session(self, name: str) -> None:
+        """Note a request of a session. Raises RequestError if that has ended."""
+        if name not in self._sessions:
             raise RequestError(f"session_id: {name!r:.80} has ended, or its service was restarted; create another", 410)
-        found.seen = time.monotonic()
-        return found
+        self._seen[name] = time.monotonic()
 
     async def session_heartbeat(self, body: bodies.Short) -> Answer:
-        self._session(body.session_id)
+        self._keep_session(body.session_id)
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, body: bodies.Short) -> Answer:
@@ -206,17 +174,18 @@ class Service:
         return {"status": "finished"}
 
     async def _end_session(self, name: str, reason: str) -> None:
-        session = self._sessions.pop(name)
-        for model_id in session.models:
+        del self._sessions[name], self._seen[name]
+        for model_id in _those_of(name, self._models):
             self._turns.pop(model_id).close(f"model_id: {model_id}: {reason}")
             await self._compute(self._trainer.drop, self._models.pop(model_id))
-        for sampler in session.samplers:
+        for sampler in _those_of(name, self._sampling):
             await self._end_sampler(sampler)
 
     async def _end_sampler(self, name: str) -> None:
-        found = self._sampling.pop(name, None)
-        if found is not None and found.path is None and found.saved is not None:
-            await self._forget(found.saved)
+        saved = self._sampling.pop(name, None)
+        self._seen.pop(name, None)
+        if saved is not None and saved.is_nameless:
+            await self._forget(saved)
 
     async def _forget(self, saved: Saved) -> None:
         await self._samplers.forget(saved)
@@ -225,12 +194,12 @@ class Service:
     async def sweep(self, silent: float = _SESSION_SECONDS) -> None:
         """End sessions without a heartbeat for `silent` seconds, and unused snapshots; first save unsaved steps."""
         now = time.monotonic()
-        for name in [name for name, session in self._sessions.items() if now - session.seen > silent]:
+        for name in [name for name in self._sessions if now - self._seen[name] > silent]:
             told = f"its session sent no heartbeat for {silent:.0f} s"
             logger.warning("session %s ends: %s", name, told)
-            await self._save_unsaved(self._sessions[name].models)
+            await self._save_unsaved(_those_of(name, self._models))
             await self._end_session(name, told)
-        for name in [name for name, sampler in self._sampling.items() if now - sampler.used > _SNAPSHOT_SECONDS]:
+        for name in [name for name in self._sampling if now - self._seen[name] > _SNAPSHOT_SECONDS]:
             await self._end_sampler(name)
 
     async def _save_unsaved(self, models: list[str]) -> list[str]:
@@ -253,10 +222,10 @@ class Service:
         return {"sessions": body.page(list(self._sessions))[0]}
 
     async def describe_session(self, body: bodies.Short) -> Answer:
-        if (session := self._sessions.get(body.session_id)) is None:
-            raise RequestError(f"there is no session {body.session_id!r:.80}", 404)
-        told = {"training_run_ids": session.models, "sampler_ids": session.samplers}
-        return {**told, "user_metadata": session.metadata}
+        if (name := body.session_id) not in self._sessions:
+            raise RequestError(f"there is no session {name!r:.80}", 404)
+        told = {"training_run_ids": _those_of(name, self._models), "sampler_ids": _those_of(name, self._sampling)}
+        return {**told, "user_metadata": self._sessions[name]}
 
     # ---- models
 
@@ -275,7 +244,7 @@ class Service:
             await self._begin(model_id, body.lora_config, body.user_metadata)
             return {"type": "create_model", "model_id": model_id}
 
-        self._session(body.session_id)
+        self._keep_session(body.session_id)
         return self._future(f"{model_id}:0", work)
 
     async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
@@ -293,7 +262,7 @@ class Service:
             saved = await self._compute(self._checkpoints.save, path, model, self._trainer)
             await self._samplers.prove(saved)
             await self._forget(saved)
-            self._session(model_id.partition(":")[0]).models.append(model_id)
+            self._keep_session(model_id.partition(":")[0])
         except BaseException:
             await self._compute(self._trainer.drop, model)
             raise
@@ -304,7 +273,7 @@ class Service:
         if (found := self._models.get(model_id)) is None:
             told = f"model_id: {model_id!r:.120} is not in training here; create it, or load its weights"
             raise RequestError(told, 404)
-        self._session(model_id.partition(":")[0])
+        self._keep_session(model_id.partition(":")[0])
         return found
 
     async def get_info(self, body: bodies.Short) -> Answer:
@@ -351,10 +320,10 @@ class Service:
             return {"type": "load_weights", "path": body.path, "model_id": model_id}
 
         if body.model_id is not None and body.seq_id is not None:
-            return self._in_turn(bodies.Turn(body.model_id, body.seq_id), partial(load, body.model_id))
+            return self._in_turn(bodies.Turn(model_id=body.model_id, seq_id=body.seq_id), partial(load, body.model_id))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
-        self._session(body.session_id)
+        self._keep_session(body.session_id)
         created = f"{body.session_id}:train:{body.model_seq_id}"
         return self._future(f"{created}:0", partial(load, created))
 
@@ -370,15 +339,15 @@ class Service:
         if number is None:
             return {"type": "save_weights_for_sampler", "path": str(path)}
         session = f"{body.model_id.partition(':')[0]}:sample:{number}"
-        self._add_sampler(session, _Sampler(saved, str(path) if body.path else None))
+        self._add_sampler(session, saved)
         return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
     # ---- samples
 
-    def _add_sampler(self, name: str, sampler: _Sampler) -> None:
-        session = self._session(name.partition(":")[0])
-        if self._sampling.setdefault(name, sampler) is sampler:
-            session.samplers.append(name)
+    def _add_sampler(self, name: str, saved: Saved | None) -> None:
+        self._keep_session(name.partition(":")[0])
+        self._sampling.setdefault(name, saved)
+        self._seen[name] = time.monotonic()
 
     async def create_sampling_session(self, body: bodies.CreateSampler) -> Answer:
         self._check(body.base_model, bodies.Optimizer())
@@ -387,24 +356,30 @@ class Service:
             saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.model_path))
         elif body.base_model is None:
             raise RequestError("base_model: missing; give it, or a model_path")
-        self._add_sampler(name, _Sampler(saved, body.model_path))
+        self._add_sampler(name, saved)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _sampler(self, name: str) -> _Sampler:
-        if (found := self._sampling.get(name)) is None:
+    def _sampler(self, name: str) -> Saved | None:
+        if name not in self._sampling:
             told = f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again"
             raise RequestError(told, 404)
-        found.used = time.monotonic()
-        return found
+        self._seen[name] = time.monotonic()
+        return self._sampling[name]
 
     async def describe_sampler(self, body: bodies.Short) -> Answer:
-        name = body.sampling_session_id
-        return {"sampler_id": name, "base_model": self._base.name, "model_path": self._sampler(name).path}
+        saved = self._sampler(body.sampling_session_id)
+        path = None if saved is None or saved.is_nameless else str(saved.path)
+        return {"sampler_id": body.sampling_session_id, "base_model": self._base.name, "model_path": path}
 
     async def asample(self, body: bodies.Asample) -> Answer:
-        sampler, name = self._sampler(body.sampling_session_id), f"{body.sampling_session_id}:{body.seq_id}"
+        saved, name = self._sampler(body.sampling_session_id), f"{body.sampling_session_id}:{body.seq_id}"
         each = [f"{name}:{number}" for number in range(body.num_samples)]
-        return self._future(name, lambda: self._samplers.sample(sampler.saved, body), sample_sequence_ids=each)
+        return self._future(name, lambda: self._samplers.sample(saved, body), sample_sequence_ids=each)
+
+
+def _those_of(session: str, names: Iterable[str]) -> list[str]:
+    """Return the models or sampling sessions of a session."""
+    return [name for name in names if name.startswith(f"{session}:")]
 
 
 async def _fixed(answer: Answer, request: web.Request) -> Answer:
