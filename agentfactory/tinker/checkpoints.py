@@ -5,12 +5,11 @@ adapter in peft's format in a folder whose name ends with its digest, the canary
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,35 +56,15 @@ class Info(msgspec.Struct):
         write_whole(file, msgspec.json.format(msgspec.json.encode(self), indent=2))
 
 
-class CheckpointPath(NamedTuple):
-    model_id: str
-    kind: str
-    name: str
-
-    @classmethod
-    def of(cls, path: str) -> "CheckpointPath":
-        """Raises RequestError if `path` is none."""
-        if (match := _PATH.fullmatch(path)) is None:
-            raise RequestError(
-                f"path: got {path!r:.200}; give tinker://MODEL/weights/NAME, as save_weights returned it"
-            )
-        return cls(*match.groups())
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
-
-
 class Saved:
     """A checkpoint on disk. Raises OSError or ValueError if it cannot be read."""
 
-    def __init__(self, path: CheckpointPath, folder: Path) -> None:
-        self.path, self.folder, self.info = path, folder, Info.read(folder / _INFO, folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.info = folder, Info.read(folder / _INFO, folder)
+        self.path = f"tinker://{self.info.model_id}/{folder.parent.name}/{folder.name}"
         self.adapter, self.optimizer = folder.resolve() / self.info.adapter, folder / _OPTIMIZER
-
-    @property
-    def is_nameless(self) -> bool:
-        """True for a snapshot that ends with its sampling session."""
-        return self.path.name.startswith("_")
+        # a snapshot that ends with its sampling session
+        self.is_nameless = folder.name.startswith("_")
 
     def scores(self) -> Scores:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
@@ -94,10 +73,10 @@ class Saved:
     def describe(self) -> Listing:
         sizes = [(self.folder / name).stat().st_size for name in checkpoint_folder.files_of(self.folder)]
         return {
-            "checkpoint_id": f"{self.path.kind}/{self.path.name}",
-            "checkpoint_type": "training" if self.path.kind == WEIGHTS_KIND else "sampler",
+            "checkpoint_id": f"{self.folder.parent.name}/{self.folder.name}",
+            "checkpoint_type": "training" if self.folder.parent.name == WEIGHTS_KIND else "sampler",
             "time": self.info.time,
-            "tinker_path": str(self.path),
+            "tinker_path": self.path,
             "size_bytes": sum(sizes),
             "user_metadata": self.info.user_metadata,
             "expires_at": self.info.expires_at,
@@ -112,57 +91,59 @@ class Checkpoints:
         for left in (*folder.glob(f"*/{SAMPLER_KIND}/_*"), *folder.glob("*/*/.*")):
             shutil.rmtree(left)  # nameless snapshots, and what a killed service has not finished
 
-    def _of_model(self, model_id: str) -> Path:
+    def _of(self, model_id: str) -> Path:
         return self._folder / model_id.replace(":", "_")
 
-    def _of(self, path: CheckpointPath) -> Path:
-        return self._of_model(path.model_id) / path.kind / path.name
-
-    def begin(self, model_id: str, config: Lora, metadata: Metadata | None) -> None:
+    def begin(self, model: Model, metadata: Metadata | None) -> None:
         """Note a new model."""
-        self._of_model(model_id).mkdir(parents=True, exist_ok=True)
-        Info(model_id, self._base_model, config, metadata).write(self._of_model(model_id) / _RUN)
+        self._of(model.name).mkdir(parents=True, exist_ok=True)
+        Info(model.name, self._base_model, model.config, metadata).write(self._of(model.name) / _RUN)
 
     def save(
         self,
-        path: CheckpointPath,
         model: Model,
         trainer: Trainer,
+        kind: str,
+        name: str,
         ttl: int | None = None,
         metadata: Metadata | None = None,
         overwrite: bool = False,
     ) -> Saved:
         """Write a checkpoint. Raises RequestError if its name is taken, DiskError if the disk is full."""
-        folder = self._of(path)
+        folder = self._of(model.name) / kind / name
         if folder.exists() and not overwrite:
-            raise RequestError(f"path: {path} exists; choose another name, or set overwrite")
-        info = Info(path.model_id, self._base_model, model.config, metadata, steps=model.steps)
+            problem = f"path: tinker://{model.name}/{kind}/{name} exists"
+            raise RequestError(f"{problem}; choose another name, or set overwrite")
+        info = Info(model.name, self._base_model, model.config, metadata, steps=model.steps)
         info.expire_in(ttl)
-        passing = folder.with_name(f".{path.name}.whole")
+        passing = folder.with_name(f".{name}.whole")
         with checkpoint_folder.written_aside(passing) as aside:
-            content = checkpoint_folder.digest(trainer.save(model, aside / "adapter"))
-            info.adapter = f"adapter-{content[:16]}"
+            file, scores = trainer.save(model, aside / "adapter")
+            info.adapter = f"adapter-{checkpoint_folder.digest(file)[:16]}"
             (aside / "adapter").rename(aside / info.adapter)
-            if path.kind == WEIGHTS_KIND:
+            if kind == WEIGHTS_KIND:
                 trainer.save_optimizer(model, aside / _OPTIMIZER)
-            np.save(aside / _SCORES, trainer.scores(model))
+            np.save(aside / _SCORES, scores)
         # without a digest, because the lifetime may change
         info.write(passing / _INFO)
         if folder.exists():
             remove(folder)
         passing.rename(folder)
-        if path.kind == WEIGHTS_KIND:
+        if kind == WEIGHTS_KIND:
             model.saved = model.steps
-        return Saved(path, folder)
+        return Saved(folder)
 
-    def find(self, path: CheckpointPath) -> Saved:
+    def find(self, path: str) -> Saved:
         """Raises RequestError if there is no such checkpoint of this base, or it is damaged or expired."""
-        folder = self._of(path)
+        if (match := _PATH.fullmatch(path)) is None:
+            fix = "give tinker://MODEL/weights/NAME, as save_weights returned it"
+            raise RequestError(f"path: got {path!r:.200}; {fix}")
+        folder = self._of(match[1]) / match[2] / match[3]
         if not folder.is_dir():
             raise RequestError(f"path: there is no {path}", 404)
         try:
             checkpoint_folder.verify(folder)
-            saved = Saved(path, folder)
+            saved = Saved(folder)
         except (checkpoint_folder.DamagedCheckpointError, OSError, ValueError) as error:
             raise RequestError(f"path: {path} cannot be read: {error}") from error
         if (base := saved.info.base_model) != self._base_model:
@@ -175,15 +156,15 @@ class Checkpoints:
     # ---- requests that need nothing but this folder
 
     def delete_checkpoint(self, body: Short) -> None:
-        remove(self.find(_path_in(body)).folder)
+        remove(self._find_in(body).folder)
 
     def set_lifetime(self, body: Short) -> None:
-        saved = self.find(_path_in(body))
+        saved = self._find_in(body)
         saved.info.expire_in(body.ttl_seconds)
         saved.info.write(saved.folder / _INFO)
 
     def weights_info(self, body: Short) -> Listing:
-        config = self.find(CheckpointPath.of(body.tinker_path)).info.lora
+        config = self.find(body.tinker_path).info.lora
         parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self._base_model, "is_lora": True, "lora_rank": config.rank, **parts}
 
@@ -197,11 +178,14 @@ class Checkpoints:
         return self._describe(info)
 
     def list_checkpoints_of_run(self, body: Short) -> Listing:
-        return {"checkpoints": self._described([body.model_id])}
+        return {"checkpoints": self._described(body.model_id)}
 
     def list_checkpoints(self, body: Short) -> Listing:
-        found, cursor = body.page(self._described(list(self._models())))
+        found, cursor = body.page(self._described("*"))
         return {"checkpoints": found, "cursor": cursor}
+
+    def _find_in(self, body: Short) -> Saved:
+        return self.find(f"tinker://{body.model_id}/{body.kind}/{body.name}")
 
     def _models(self) -> dict[str, Info]:
         """Return what is known of all models by their ids, the newest first."""
@@ -211,24 +195,21 @@ class Checkpoints:
                 found.append(Info.read(file, self._folder))
         return {info.model_id: info for info in sorted(found, key=attrgetter("time"), reverse=True)}
 
-    def _described(self, models: list[str]) -> list[Listing]:
-        """Return the checkpoints of `models` as the API lists them, the oldest first."""
-        found = [saved.describe() for model_id in models for saved in self._all(model_id)]
+    def _described(self, model_id: str) -> list[Listing]:
+        """Return a model's checkpoints (`*`: all) as the API lists them, the oldest first; remove expired ones."""
+        found: list[Listing] = []
+        if not re.fullmatch(rf"\*|{MODEL_ID}", model_id):
+            return found
+        for folder in self._folder.glob(f"{self._of(model_id).name}/*weights/[!._]*"):
+            with suppress(OSError, ValueError):
+                if (saved := Saved(folder)).info.is_expired:
+                    remove(folder)
+                else:
+                    found.append(saved.describe())
         return sorted(found, key=itemgetter("time"))
 
-    def _all(self, model_id: str) -> Iterator[Saved]:
-        """Yield a model's checkpoints, and remove expired ones."""
-        if re.fullmatch(MODEL_ID, model_id):
-            for folder in self._of_model(model_id).glob("*weights/[!._]*"):
-                with suppress(OSError, ValueError):
-                    saved = Saved(CheckpointPath(model_id, folder.parent.name, folder.name), folder)
-                    if not saved.info.is_expired:
-                        yield saved
-                    else:
-                        remove(folder)
-
     def _describe(self, info: Info) -> Listing:
-        last = {saved["checkpoint_type"]: saved for saved in self._described([info.model_id])}
+        last = {saved["checkpoint_type"]: saved for saved in self._described(info.model_id)}
         return {
             "training_run_id": info.model_id,
             "base_model": info.base_model,
@@ -247,7 +228,3 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(f".{folder.name}.deleted")
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _path_in(body: Short) -> CheckpointPath:
-    return CheckpointPath.of(f"tinker://{body.model_id}/{body.kind}/{body.name}")

@@ -4,7 +4,7 @@ its answer is kept until it was fetched. Everything here runs on the event loop.
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -47,10 +47,11 @@ class Futures:
             raise RequestError(f"request_id: {name!r:.120} is unknown, or was answered long ago", 410)
         return found
 
-    def begin(self, name: str, work: Work) -> None:
-        """Begin `work`, unless the request was sent before."""
+    def begin(self, name: str, work: Work) -> dict[str, Any]:
+        """Begin `work`, unless the request was sent before; return the API's note of it."""
         if name not in self._tasks:
             self._tasks[name] = asyncio.get_running_loop().create_task(self._carry_out(name, work))
+        return {"request_id": name}
 
     async def _carry_out(self, name: str, work: Work) -> Answer:
         try:
@@ -76,18 +77,19 @@ class Turns:
 
     def __init__(self) -> None:
         self._next = 1
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._turns[1].set()
         self._closed: str | None = None
 
     def wait_for(self, number: int, work: Work) -> Work:
         """Return `work` at its turn. Raises RequestError if that has passed, or too many wait."""
         if number < self._next:
             raise RequestError(f"seq_id: {number} was answered long ago", 410)
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._turns) > _MOST_WAITING:
             problem = f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others"
             raise RequestError(f"{problem}; send that first")
-        turn = self._waiting[number] = asyncio.Event()
-        if number == self._next or self._closed is not None:
+        turn = self._turns[number]
+        if self._closed is not None:
             turn.set()
 
         async def at_its_turn() -> Answer:
@@ -97,15 +99,14 @@ class Turns:
                     raise RequestError(self._closed)
                 return await work()
             finally:
-                del self._waiting[number]
+                del self._turns[number]
                 self._next = number + 1
-                if (following := self._waiting.get(self._next)) is not None:
-                    following.set()
+                self._turns[self._next].set()
 
         return at_its_turn
 
     def close(self, reason: str) -> None:
         """Fail the requests that wait, and later ones."""
         self._closed = reason
-        for turn in self._waiting.values():
+        for turn in self._turns.values():
             turn.set()

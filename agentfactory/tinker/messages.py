@@ -131,25 +131,21 @@ def pass_result(logprobs: Sequence[Float[np.ndarray, "tokens *several"]], metric
     return bytes(result.SerializeToString())
 
 
-PromptScores = Sequence[Mapping[int, float] | None]
-"""By position of the prompt: None, or the log-probabilities of its own token, which comes first, and of likely ones."""
-
-
 def sample_result(
-    samples: Sequence[tuple[list[int], list[float], bool]], prompt: PromptScores | None, top_k: int
+    samples: Sequence[tuple[list[int], list[float], bool]], prompt: Sequence[Mapping[int, float]] | None, top_k: int
 ) -> bytes:
     """Return the answer to a request for samples: (ids, log-probabilities, cut by a limit). `prompt` has its scores, if
-    asked for, with `top_k` likely tokens."""
+    asked for, by position: of its own token, which comes first, and of `top_k` likely ones; or of none."""
     result = message("SampleResponse")()
     for token_ids, logprobs, cut in samples:
         # STOP_REASON_STOP is 0, STOP_REASON_LENGTH 1
         own = {"tokens": np.asarray(token_ids, "<i4").tobytes(), "logprobs": np.asarray(logprobs, "<f4").tobytes()}
         result.sequences.add(stop_reason=int(cut), **own)
     if prompt is not None:
-        first = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]
+        first = [next(iter(scores.values()), math.nan) for scores in prompt]
         result.prompt_logprobs = np.asarray(first, "<f4").tobytes()
     if prompt is not None and top_k:
-        best = [sorted((scores or {}).items(), key=lambda pair: -pair[1])[:top_k] for scores in prompt]
+        best = [sorted(scores.items(), key=lambda pair: -pair[1])[:top_k] for scores in prompt]
         listed = np.asarray([[*row, *[_UNDEFINED] * (top_k - len(row))] for row in best])
         table = result.topk_prompt_logprobs
         table.k, table.length = top_k, len(listed)

@@ -18,8 +18,8 @@ from aiohttp import web
 from msgspec import Struct
 
 from agentfactory.tinker import bodies
-from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, CheckpointPath, Checkpoints, Saved, remove
-from agentfactory.tinker.futures import Answer, Futures, Turns, Work
+from agentfactory.tinker.checkpoints import SAMPLER_KIND, WEIGHTS_KIND, Checkpoints, Saved, remove
+from agentfactory.tinker.futures import Answer, Futures, Turns
 from agentfactory.tinker.messages import PROTOBUF, PassRequest, RequestError
 from agentfactory.tinker.samplers import Samplers
 from agentfactory.tinker.training import Model, Trainer
@@ -139,10 +139,6 @@ class Service:
         """Call a function on the thread that computes."""
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **named))
 
-    def _future(self, name: str, work: Work, **further: Any) -> Answer:
-        self._futures.begin(name, work)
-        return {"request_id": name, **further}
-
     async def retrieve_future(self, body: bodies.Short) -> Answer | web.Response:
         task = self._futures[body.request_id]
         await asyncio.wait([task], timeout=_POLL_SECONDS)
@@ -204,11 +200,9 @@ class Service:
 
     async def _save_unsaved(self, models: list[str]) -> list[str]:
         """Save the models that have made steps since their last checkpoints; return the paths."""
-        paths = {CheckpointPath(name, WEIGHTS_KIND, "unsaved"): self._models[name] for name in models}
-        unsaved = {path: model for path, model in paths.items() if model.steps > model.saved}
-        for path, model in unsaved.items():
-            await self._compute(self._checkpoints.save, path, model, self._trainer, overwrite=True)
-        return [str(path) for path in unsaved]
+        unsaved = [model for name in models if (model := self._models[name]).steps > model.saved]
+        save = partial(self._checkpoints.save, trainer=self._trainer, kind=WEIGHTS_KIND, name="unsaved", overwrite=True)
+        return [(await self._compute(save, model)).path for model in unsaved]
 
     async def close(self) -> list[str]:
         """Wait for the pass that is computed, and save what is not; return the paths."""
@@ -245,7 +239,7 @@ class Service:
             return {"type": "create_model", "model_id": model_id}
 
         self._keep_session(body.session_id)
-        return self._future(f"{model_id}:0", work)
+        return self._futures.begin(f"{model_id}:0", work)
 
     async def _begin(self, model_id: str, config: bodies.Lora, metadata: bodies.Metadata | None) -> Model:
         """Create a model. Raises RequestError if there are too many, or the server does not serve such an adapter."""
@@ -254,12 +248,11 @@ class Service:
         if len(self._models) >= _MOST_MODELS:
             problem = f"the service has {_MOST_MODELS} models in training, which is its limit"
             raise RequestError(f"{problem}; end a session that is not needed (ServiceClient.close)")
-        model = await self._compute(self._trainer.create, model_id.replace(":", "_"), config)
+        model = await self._compute(self._trainer.create, model_id, config)
         try:
-            await self._compute(self._checkpoints.begin, model_id, config, metadata)
+            await self._compute(self._checkpoints.begin, model, metadata)
             # servers refuse adapters of some modules, as vLLM does those of a few heads
-            path = CheckpointPath(model_id, SAMPLER_KIND, "_new")
-            saved = await self._compute(self._checkpoints.save, path, model, self._trainer)
+            saved = await self._compute(self._checkpoints.save, model, self._trainer, SAMPLER_KIND, "_new")
             await self._samplers.prove(saved)
             await self._forget(saved)
             self._keep_session(model_id.partition(":")[0])
@@ -286,7 +279,7 @@ class Service:
         name, model = f"{turn.model_id}:{turn.seq_id}", self._model(turn.model_id)
         if name in self._futures:
             return {"request_id": name}
-        return self._future(name, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
+        return self._futures.begin(name, self._turns[turn.model_id].wait_for(turn.seq_id, lambda: work(model)))
 
     async def forward_backward(self, request: web.Request) -> Answer:
         if (kind := request.content_type) != PROTOBUF or "Content-Encoding" in request.headers:
@@ -300,19 +293,18 @@ class Service:
 
     # ---- checkpoints
 
-    def _save(self, body: bodies.SaveWeights, model: Model, path: CheckpointPath) -> Awaitable[Saved]:
-        save = partial(self._checkpoints.save, path, model, self._trainer, body.ttl_seconds, body.user_metadata)
-        return self._compute(save, body.overwrite)
+    def _save(self, model: Model, kind: str, name: str, body: bodies.SaveWeights) -> Awaitable[Saved]:
+        save = partial(self._checkpoints.save, model, self._trainer, kind, name)
+        return self._compute(save, body.ttl_seconds, body.user_metadata, body.overwrite)
 
     async def save_weights(self, model: Model, body: bodies.SaveWeights) -> Answer:
-        path = CheckpointPath(body.model_id, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}")
-        await self._save(body, model, path)
-        return {"type": "save_weights", "path": str(path)}
+        saved = await self._save(model, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}", body)
+        return {"type": "save_weights", "path": saved.path}
 
     async def load_weights(self, body: bodies.LoadWeights) -> Answer:
         async def load(model_id: str, model: Model | None = None) -> Answer:
             self._check(body.base_model, body.optimizer_config)
-            saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.path))
+            saved = await asyncio.to_thread(self._checkpoints.find, body.path)
             if body.optimizer and not saved.optimizer.is_file():
                 raise RequestError(f"optimizer: {body.path} has no optimizer's state; load a path of save_weights")
             model = model or await self._begin(model_id, saved.info.lora, body.user_metadata)
@@ -325,7 +317,7 @@ class Service:
             raise RequestError("session_id: missing; give session_id and model_seq_id, or model_id and seq_id")
         self._keep_session(body.session_id)
         created = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._future(f"{created}:0", partial(load, created))
+        return self._futures.begin(f"{created}:0", partial(load, created))
 
     async def save_weights_for_sampler(self, model: Model, body: bodies.SaveForSampler) -> Answer:
         if body.kind != "snapshot":
@@ -333,11 +325,10 @@ class Service:
         number = body.sampling_session_seq_id
         # a name with _ is nobody's: the snapshot ends with its sampling session
         name = body.path or (f"{body.seq_id:06d}" if number is None else f"_{number}")
-        path = CheckpointPath(body.model_id, SAMPLER_KIND, name)
-        saved = await self._save(body, model, path)
+        saved = await self._save(model, SAMPLER_KIND, name, body)
         await self._samplers.prove(saved)
         if number is None:
-            return {"type": "save_weights_for_sampler", "path": str(path)}
+            return {"type": "save_weights_for_sampler", "path": saved.path}
         session = f"{body.model_id.partition(':')[0]}:sample:{number}"
         self._add_sampler(session, saved)
         return {"type": "save_weights_for_sampler", "sampling_session_id": session}
@@ -353,7 +344,7 @@ class Service:
         self._check(body.base_model, bodies.Optimizer())
         name, saved = f"{body.session_id}:sample:{body.sampling_session_seq_id}", None
         if body.model_path is not None:
-            saved = await asyncio.to_thread(self._checkpoints.find, CheckpointPath.of(body.model_path))
+            saved = await asyncio.to_thread(self._checkpoints.find, body.model_path)
         elif body.base_model is None:
             raise RequestError("base_model: missing; give it, or a model_path")
         self._add_sampler(name, saved)
@@ -368,13 +359,13 @@ class Service:
 
     async def describe_sampler(self, body: bodies.Short) -> Answer:
         saved = self._sampler(body.sampling_session_id)
-        path = None if saved is None or saved.is_nameless else str(saved.path)
+        path = None if saved is None or saved.is_nameless else saved.path
         return {"sampler_id": body.sampling_session_id, "base_model": self._base.name, "model_path": path}
 
     async def asample(self, body: bodies.Asample) -> Answer:
         saved, name = self._sampler(body.sampling_session_id), f"{body.sampling_session_id}:{body.seq_id}"
-        each = [f"{name}:{number}" for number in range(body.num_samples)]
-        return self._future(name, lambda: self._samplers.sample(saved, body), sample_sequence_ids=each)
+        begun = self._futures.begin(name, lambda: self._samplers.sample(saved, body))
+        return {**begun, "sample_sequence_ids": [f"{name}:{number}" for number in range(body.num_samples)]}
 
 
 def _those_of(session: str, names: Iterable[str]) -> list[str]:

@@ -34,10 +34,10 @@ ALPHA = 32
 
 class Model:
     """A model in training. `fault` is the reason why its pending gradients are incomplete; `saved` is the number of
-    steps that its newest checkpoint has; names of `weights` are without the adapter's."""
+    steps that its newest checkpoint has; `name` is its id, and its adapter's name, which names in `weights` lack."""
 
-    def __init__(self, adapter: str, config: Lora, weights: dict[str, nn.Parameter]) -> None:
-        self.adapter, self.config, self.weights = adapter, config, weights
+    def __init__(self, name: str, config: Lora, weights: dict[str, nn.Parameter]) -> None:
+        self.name, self.config, self.weights = name, config, weights
         self.optimizer = torch.optim.AdamW(weights.values(), fused=True)
         self.fault: str | None = None
         self.steps = self.saved = 0
@@ -76,7 +76,7 @@ class Trainer:
     def drop(self, model: Model) -> None:
         # peft would choose another adapter in place of one in use
         lora.use_adapter(self._peft, lora.POLICY_ADAPTER)
-        self._peft.delete_adapter(model.adapter)
+        self._peft.delete_adapter(model.name)
         self._thaw()
 
     def _thaw(self) -> None:
@@ -105,7 +105,7 @@ class Trainer:
             found.append({"logprobs": logprob.detach()})
             return Terms(terms(request.loss, logprob, part.streams, part.sequence, options).sum())
 
-        with self._policy.scoring_with(model.adapter), torch.set_grad_enabled(not request.forward_only):
+        with self._policy.scoring_with(model.name), torch.set_grad_enabled(not request.forward_only):
             batch = self._learner.deal(rows, normaliser=1.0)
             total = sum(float(part.loss) for part in self._learner.forward_backward(batch, loss))
         by_row = self._learner.by_row(batch, found)
@@ -167,10 +167,12 @@ class Trainer:
 
     # ---- files
 
-    def save(self, model: Model, folder: Path) -> Path:
-        """Write the adapter in peft's format; return its file."""
-        with self._policy.scoring_with(model.adapter):
-            return self._policy.save_adapter(folder, self._policy.gather())
+    def save(self, model: Model, folder: Path) -> tuple[Path, Scores]:
+        """Write the adapter in peft's format; return its file, and the canary's log-probabilities, by which a server
+        proves that it has this adapter."""
+        with self._policy.scoring_with(model.name):
+            file = self._policy.save_adapter(folder, self._policy.gather())
+            return file, self._canary.trainer_scores(self._policy)
 
     def save_optimizer(self, model: Model, file: Path) -> None:
         states = {name: model.optimizer.state.get(weight, {}) for name, weight in model.weights.items()}
@@ -180,7 +182,7 @@ class Trainer:
     @torch.no_grad()
     def load(self, model: Model, folder: Path, optimizer: Path | None) -> None:
         """Load an adapter and, if given, the optimizer's state, and drop pending gradients. Raises RequestError."""
-        own, saved = lora.weights_of(self._peft, model.adapter), load_file(folder / WEIGHTS)
+        own, saved = lora.weights_of(self._peft, model.name), load_file(folder / WEIGHTS)
         if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
             raise RequestError("path: is an adapter of another shape; load it as a new model")
         for name, value in own.items():
@@ -193,11 +195,6 @@ class Trainer:
             for key, value in state.items():
                 slot, _, name = key.partition("/")
                 model.optimizer.state[model.weights[name]][slot] = value.to(model.weights[name].device)
-
-    def scores(self, model: Model) -> Scores:
-        """Return the canary's log-probabilities, by which a server proves that it has this adapter."""
-        with self._policy.scoring_with(model.adapter):
-            return self._canary.trainer_scores(self._policy)
 
 
 def _options(request: PassRequest) -> dict[str, float]:
