@@ -203,7 +203,7 @@ def _options(request: PassRequest) -> dict[str, float]:
         reason = REFUSED.get(request.loss, f"use one of {', '.join(LOSSES)}")
         raise RequestError(f"loss_fn: got {request.loss!r:.100}: {reason}")
     given = request.options()
-    if name := next((name for name in given if name not in loss.options), None):
+    for name in given.keys() - loss.options.keys():
         takes = ", ".join(loss.options) or "none"
         raise RequestError(f"loss_fn_config.{name:.100}: {request.loss} has no such option; it takes {takes}")
     return {**loss.options, **given}
