@@ -165,11 +165,12 @@ class Service:
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, body: bodies.Short) -> Answer:
-        if body.session_id in self._sessions:
-            await self._end_session(body.session_id, "its session has ended")
+        await self._end_session(body.session_id, "its session has ended")
         return {"status": "finished"}
 
     async def _end_session(self, name: str, reason: str) -> None:
+        if name not in self._sessions:  # ended meanwhile
+            return
         del self._sessions[name], self._seen[name]
         for model_id in _those_of(name, self._models):
             self._turns.pop(model_id).close(f"model_id: {model_id}: {reason}")
