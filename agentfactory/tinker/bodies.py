@@ -1,5 +1,6 @@
 """JSON bodies of the Tinker API, as the SDK 0.38 sends them. What would change a result is refused if it is unknown."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -11,32 +12,51 @@ NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Of a checkpoint, which becomes the name of a folder."""
 MODEL_ID = "[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}"
 Name = Annotated[str, Meta(pattern=rf"^{NAME}\Z")]
-ModelId = Annotated[str, Meta(pattern=rf"^{MODEL_ID}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Lifetime = Annotated[int, Meta(ge=1, le=10 * 366 * 24 * 3600)]
+"""In seconds, up to the API's ten years."""
 NotNegative = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(ge=0, lt=1)]
 Metadata = dict[str, Any]
 
-_MOST_METADATA = 1 << 14
+Kind = TypeVar("Kind", bound=Struct)
+Entry = TypeVar("Entry")
+_MOST_METADATA, _MOST_ENTRIES = 1 << 14, 1000
 
 
 class Short(Struct):
-    """Bodies of one field, of which a request has its own; and sessions, whose other fields change nothing."""
+    """Requests of a few fields, of which each has its own in its body, path or query; and sessions, whose other fields
+    change nothing."""
 
     session_id: str = ""
+    sampling_session_id: str = ""
     model_id: str = ""
     request_id: str = ""
     tinker_path: str = ""
-    ttl_seconds: AtLeastOne | None = None
+    kind: str = ""
+    name: str = ""
+    ttl_seconds: Lifetime | None = None
     user_metadata: Metadata | None = None
+    offset: Count = 0
+    limit: Count = 20
+
+    def page(self, found: list[Entry]) -> tuple[list[Entry], dict[str, int]]:
+        """Return the asked part of a list, and the API's note of where it lies."""
+        limit = min(self.limit, _MOST_ENTRIES)
+        cursor = {"offset": self.offset, "limit": limit, "total_count": len(found)}
+        return found[self.offset : self.offset + limit], cursor
 
 
-class Turn(Struct):
+class Turn(Struct, kw_only=True):
     """What gives a request its place among those of its model."""
 
     model_id: str
     seq_id: Count
+
+
+class InTurn(Turn, forbid_unknown_fields=True, kw_only=True):
+    type: str | None = None
 
 
 class Body(Struct, forbid_unknown_fields=True):
@@ -75,23 +95,19 @@ class Adam(Body):
     grad_clip_norm: NotNegative = 0.0
 
 
-class OptimStep(Body, kw_only=True):
-    model_id: ModelId
-    seq_id: Count
+class OptimStep(InTurn, kw_only=True):
     adam_params: Adam = msgspec.field(default_factory=Adam)
     optimizer_params: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
-class SaveWeights(Body, kw_only=True):
-    model_id: ModelId
-    seq_id: Count
+class SaveWeights(InTurn, kw_only=True):
     path: Name | None = None
-    ttl_seconds: AtLeastOne | None = None
+    ttl_seconds: Lifetime | None = None
     user_metadata: Metadata | None = None
     overwrite: bool = False
 
 
-class SaveForSampler(SaveWeights):
+class SaveForSampler(SaveWeights, kw_only=True):
     sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
 
@@ -101,7 +117,7 @@ class LoadWeights(Body, kw_only=True):
     optimizer: bool
     session_id: Name | None = None
     model_seq_id: Count | None = None
-    model_id: ModelId | None = None
+    model_id: str | None = None
     seq_id: Count | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
@@ -151,13 +167,13 @@ class Asample(Body, kw_only=True):
     record_stability_info: bool | None = None
 
 
-Kind = TypeVar("Kind", bound=Struct)
-
-
-def decode(content: bytes, kind: type[Kind]) -> Kind:
-    """Return a body. Raises RequestError, which names the field."""
+def decode(content: bytes, kind: type[Kind], place: Mapping[str, str] | None = None) -> Kind:
+    """Return a body, with what the request's path and query say, its `place`. Raises RequestError, which names the
+    field."""
     try:
         body = msgspec.json.decode(content or b"{}", type=kind)
+        if place:
+            body = msgspec.convert({**msgspec.structs.asdict(body), **place}, kind, strict=False)
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{error}; give the fields of the Tinker API 0.38") from error
     if len(msgspec.json.encode(getattr(body, "user_metadata", None))) > _MOST_METADATA:

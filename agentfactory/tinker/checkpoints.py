@@ -5,19 +5,18 @@ adapter in peft's format in a folder whose name ends with its digest, the canary
 
 import re
 import shutil
-import time
-from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import write_whole
-from agentfactory.tinker.bodies import MODEL_ID, NAME, Lora, Metadata
+from agentfactory.tinker.bodies import MODEL_ID, NAME, Lora, Metadata, Short
 from agentfactory.tinker.messages import RequestError
 from agentfactory.tinker.training import Model, Trainer
 from agentfactory.trainers.checkpoints import checkpoint_folder
@@ -26,6 +25,7 @@ from agentfactory.trainers.sync.canary_verdict import Scores
 WEIGHTS_KIND, SAMPLER_KIND = "weights", "sampler_weights"
 _PATH = re.compile(rf"tinker://({MODEL_ID})/({WEIGHTS_KIND}|{SAMPLER_KIND})/({NAME})")
 _INFO, _RUN, _SCORES, _OPTIMIZER = "checkpoint.json", "model.json", "scores.npy", "optimizer.safetensors"
+Listing = dict[str, Any]
 
 
 class Info(msgspec.Struct):
@@ -35,63 +35,51 @@ class Info(msgspec.Struct):
     base_model: str
     lora: Lora
     user_metadata: Metadata | None
-    time: float = msgspec.field(default_factory=time.time)
+    time: datetime = msgspec.field(default_factory=lambda: datetime.now(UTC))
     steps: int = 0
     adapter: str = ""
-    expires_at: float | None = None
+    expires_at: datetime | None = None
 
     @property
     def is_expired(self) -> bool:
-        return self.expires_at is not None and self.expires_at <= time.time()
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+    def expire_in(self, seconds: int | None) -> None:
+        self.expires_at = None if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
 
     @classmethod
     def read(cls, file: Path, within: Path) -> "Info":
         """Raises OSError or ValueError."""
-        return msgspec.convert(untrusted_files.read_json(file, within), cls)
+        return msgspec.convert(untrusted_files.read_json(file, within), cls, strict=False)
 
     def write(self, file: Path) -> None:
         write_whole(file, msgspec.json.format(msgspec.json.encode(self), indent=2))
 
 
-class CheckpointPath(NamedTuple):
-    model_id: str
-    kind: str
-    name: str
-
-    @classmethod
-    def of(cls, path: str) -> "CheckpointPath":
-        """Raises RequestError if `path` is none."""
-        if (match := _PATH.fullmatch(path)) is None:
-            raise RequestError(
-                f"path: got {path!r:.200}; give tinker://MODEL/weights/NAME, as save_weights returned it"
-            )
-        return cls(*match.groups())
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
-
-
 class Saved:
     """A checkpoint on disk. Raises OSError or ValueError if it cannot be read."""
 
-    def __init__(self, path: CheckpointPath, folder: Path) -> None:
-        self.path, self.folder, self.info = path, folder, Info.read(folder / _INFO, folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.info = folder, Info.read(folder / _INFO, folder)
+        self.path = f"tinker://{self.info.model_id}/{folder.parent.name}/{folder.name}"
         self.adapter, self.optimizer = folder.resolve() / self.info.adapter, folder / _OPTIMIZER
+        # a snapshot that ends with its sampling session
+        self.is_nameless = folder.name.startswith("_")
 
     def scores(self) -> Scores:
         with untrusted_files.open_file(self.folder / _SCORES, self.folder) as file:
             return np.load(file, allow_pickle=False)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Listing:
         sizes = [(self.folder / name).stat().st_size for name in checkpoint_folder.files_of(self.folder)]
         return {
-            "checkpoint_id": f"{self.path.kind}/{self.path.name}",
-            "checkpoint_type": "training" if self.path.kind == WEIGHTS_KIND else "sampler",
-            "time": _date(self.info.time),
-            "tinker_path": str(self.path),
+            "checkpoint_id": f"{self.folder.parent.name}/{self.folder.name}",
+            "checkpoint_type": "training" if self.folder.parent.name == WEIGHTS_KIND else "sampler",
+            "time": self.info.time,
+            "tinker_path": self.path,
             "size_bytes": sum(sizes),
             "user_metadata": self.info.user_metadata,
-            "expires_at": self.info.expires_at and _date(self.info.expires_at),
+            "expires_at": self.info.expires_at,
         }
 
 
@@ -100,127 +88,145 @@ class Checkpoints:
 
     def __init__(self, folder: Path, base_model: str) -> None:
         self._folder, self._base_model = folder, base_model
-        for left in (*folder.glob(f"*/{SAMPLER_KIND}/_*"), *folder.glob("*/*/.*")):
-            shutil.rmtree(left)  # nameless snapshots, and what a killed service has not finished
+        # nameless snapshots, and what a killed service has not finished
+        for left in (*folder.glob(f"*/{SAMPLER_KIND}/_*/"), *folder.glob("*/*weights/.*/")):
+            shutil.rmtree(left)
 
-    def _of_model(self, model_id: str) -> Path:
+    def _of(self, model_id: str) -> Path:
         return self._folder / model_id.replace(":", "_")
 
-    def _of(self, path: CheckpointPath) -> Path:
-        return self._of_model(path.model_id) / path.kind / path.name
-
-    def begin(self, model_id: str, config: Lora, metadata: Metadata | None) -> None:
+    def begin(self, model: Model, metadata: Metadata | None) -> None:
         """Note a new model."""
-        self._of_model(model_id).mkdir(parents=True, exist_ok=True)
-        Info(model_id, self._base_model, config, metadata).write(self._of_model(model_id) / _RUN)
+        self._of(model.name).mkdir(parents=True, exist_ok=True)
+        Info(model.name, self._base_model, model.config, metadata).write(self._of(model.name) / _RUN)
 
     def save(
         self,
-        path: CheckpointPath,
         model: Model,
         trainer: Trainer,
+        kind: str,
+        name: str,
         ttl: int | None = None,
         metadata: Metadata | None = None,
         overwrite: bool = False,
     ) -> Saved:
         """Write a checkpoint. Raises RequestError if its name is taken, DiskError if the disk is full."""
-        folder = self._of(path)
-        if folder.exists() and not overwrite:
-            raise RequestError(f"path: {path} exists; choose another name, or set overwrite")
-        info = Info(path.model_id, self._base_model, model.config, metadata, steps=model.steps)
-        info.expires_at = ttl and time.time() + ttl
-        passing = folder.with_name(f".{path.name}.whole")
+        folder = self._of(model.name) / kind / name
+        if folder.exists() and not overwrite and not Saved(folder).info.is_expired:
+            problem = f"path: tinker://{model.name}/{kind}/{name} exists"
+            raise RequestError(f"{problem}; choose another name, or set overwrite")
+        info = Info(model.name, self._base_model, model.config, metadata, steps=model.steps)
+        info.expire_in(ttl)
+        passing = folder.with_name(f".{name}.whole")
         with checkpoint_folder.written_aside(passing) as aside:
-            content = checkpoint_folder.digest(trainer.save(model, aside / "adapter"))
-            info.adapter = f"adapter-{content[:16]}"
+            file, scores = trainer.save(model, aside / "adapter")
+            info.adapter = f"adapter-{checkpoint_folder.digest(file)[:16]}"
             (aside / "adapter").rename(aside / info.adapter)
-            if path.kind == WEIGHTS_KIND:
+            if kind == WEIGHTS_KIND:
                 trainer.save_optimizer(model, aside / _OPTIMIZER)
-            np.save(aside / _SCORES, trainer.scores(model))
+            np.save(aside / _SCORES, scores)
         # without a digest, because the lifetime may change
         info.write(passing / _INFO)
         if folder.exists():
-            _remove(folder)
+            remove(folder)
         passing.rename(folder)
-        if path.kind == WEIGHTS_KIND:
+        if kind == WEIGHTS_KIND:
             model.saved = model.steps
-        return Saved(path, folder)
+        return Saved(folder)
 
-    def find(self, path: CheckpointPath) -> Saved:
+    def find(self, path: str) -> Saved:
         """Raises RequestError if there is no such checkpoint of this base, or it is damaged or expired."""
-        folder = self._of(path)
+        if (match := _PATH.fullmatch(path)) is None:
+            fix = "give tinker://MODEL/weights/NAME, as save_weights returned it"
+            raise RequestError(f"path: got {path!r:.200}; {fix}")
+        folder = self._of(match[1]) / match[2] / match[3]
         if not folder.is_dir():
             raise RequestError(f"path: there is no {path}", 404)
         try:
             checkpoint_folder.verify(folder)
-            saved = Saved(path, folder)
+            saved = Saved(folder)
         except (checkpoint_folder.DamagedCheckpointError, OSError, ValueError) as error:
             raise RequestError(f"path: {path} cannot be read: {error}") from error
         if (base := saved.info.base_model) != self._base_model:
             problem = f"path: {path} is of {base!r:.200}, and this service has {self._base_model}"
             raise RequestError(f"{problem}; start the service with that model")
         if saved.info.is_expired:
+            remove(folder)
             raise RequestError(f"path: {path} has expired; it was saved with a ttl", 404)
         return saved
 
-    def remove(self, path: CheckpointPath) -> None:
-        _remove(self.find(path).folder)
+    # ---- requests that need nothing but this folder
 
-    def set_lifetime(self, path: CheckpointPath, ttl: int | None) -> None:
-        saved = self.find(path)
-        saved.info.expires_at = ttl and time.time() + ttl
+    def delete_checkpoint(self, body: Short) -> None:
+        remove(self._find_in(body).folder)
+
+    def set_lifetime(self, body: Short) -> None:
+        saved = self._find_in(body)
+        saved.info.expire_in(body.ttl_seconds)
         saved.info.write(saved.folder / _INFO)
 
-    # ---- listings
+    def weights_info(self, body: Short) -> Listing:
+        config = self.find(body.tinker_path).info.lora
+        parts = {name: getattr(config, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": self._base_model, "is_lora": True, "lora_rank": config.rank, **parts}
 
-    def models(self) -> dict[str, Info]:
+    def list_runs(self, body: Short) -> Listing:
+        found, cursor = body.page(list(self._models().values()))
+        return {"training_runs": [self._describe(info) for info in found], "cursor": cursor}
+
+    def describe_run(self, body: Short) -> Listing:
+        if (info := self._models().get(body.model_id)) is None:
+            raise RequestError(f"there is no training run {body.model_id!r:.120}", 404)
+        return self._describe(info)
+
+    def list_checkpoints_of_run(self, body: Short) -> Listing:
+        return {"checkpoints": self._described(body.model_id)}
+
+    def list_checkpoints(self, body: Short) -> Listing:
+        found, cursor = body.page(self._described("*"))
+        return {"checkpoints": found, "cursor": cursor}
+
+    def _find_in(self, body: Short) -> Saved:
+        return self.find(f"tinker://{body.model_id}/{body.kind}/{body.name}")
+
+    def _models(self) -> dict[str, Info]:
         """Return what is known of all models by their ids, the newest first."""
         found: list[Info] = []
         for file in self._folder.glob(f"*/{_RUN}"):
             with suppress(OSError, ValueError):
                 found.append(Info.read(file, self._folder))
-        return {info.model_id: info for info in sorted(found, key=lambda info: -info.time)}
+        return {info.model_id: info for info in sorted(found, key=attrgetter("time"), reverse=True)}
 
-    def described(self, models: list[str]) -> list[dict[str, Any]]:
-        """Return the checkpoints of `models` as the API lists them, the oldest first."""
-        found = [saved for model_id in models for saved in self._all(model_id)]
-        return [saved.describe() for saved in sorted(found, key=lambda saved: saved.info.time)]
+    def _described(self, model_id: str) -> list[Listing]:
+        """Return a model's checkpoints (`*`: all) as the API lists them, the oldest first; remove expired ones."""
+        found: list[Listing] = []
+        if not re.fullmatch(rf"\*|{MODEL_ID}", model_id):
+            return found
+        for folder in self._folder.glob(f"{self._of(model_id).name}/*weights/[!._]*"):
+            with suppress(OSError, ValueError):
+                if (saved := Saved(folder)).info.is_expired:
+                    remove(folder)
+                else:
+                    found.append(saved.describe())
+        return sorted(found, key=itemgetter("time"))
 
-    def _all(self, model_id: str) -> Iterator[Saved]:
-        """Yield a model's checkpoints, and remove expired ones."""
-        if re.fullmatch(MODEL_ID, model_id):
-            for folder in self._of_model(model_id).glob("*weights/[!._]*"):
-                with suppress(OSError, ValueError):
-                    saved = Saved(CheckpointPath(model_id, folder.parent.name, folder.name), folder)
-                    if not saved.info.is_expired:
-                        yield saved
-                    else:
-                        _remove(folder)
-
-    def describe(self, model_id: str) -> dict[str, Any]:
-        """Return a model as the API lists it. Raises RequestError if it is unknown."""
-        if (info := self.models().get(model_id)) is None:
-            raise RequestError(f"there is no training run {model_id!r:.120}", 404)
-        last = {saved["checkpoint_type"]: saved for saved in self.described([model_id])}
+    def _describe(self, info: Info) -> Listing:
+        last = {saved["checkpoint_type"]: saved for saved in self._described(info.model_id)}
         return {
-            "training_run_id": model_id,
+            "training_run_id": info.model_id,
             "base_model": info.base_model,
             "model_owner": "you",
             "is_lora": True,
             "lora_rank": info.lora.rank,
-            "last_request_time": max([_date(info.time), *(saved["time"] for saved in last.values())]),
+            "last_request_time": max([info.time, *(saved["time"] for saved in last.values())]),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": info.user_metadata,
         }
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     # renamed first: half of a folder must not be mistaken for a checkpoint
     doomed = folder.with_name(f".{folder.name}.deleted")
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

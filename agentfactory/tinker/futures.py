@@ -4,9 +4,10 @@ its answer is kept until it was fetched. Everything here runs on the event loop.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.http_transport import InferenceError
@@ -17,73 +18,61 @@ logger = logging.getLogger(__name__)
 Answer = bytes | dict[str, Any]
 """Protobuf or JSON."""
 Work = Callable[[], Awaitable[Answer]]
-Key = tuple[str, int]
-"""A model or a sampling session, and a request's number in it."""
 
 _MOST_BYTES, _KEPT_SECONDS = 1 << 28, 1800.0
 _MOST_WAITING = 4096
 """Requests of a model that arrive before those with lower numbers."""
+_GAP_SECONDS = 60.0
+"""Time that a request waits for one before it that has not arrived: the SDK sends them one after the other."""
 _USERS_FAULTS = (RequestError, SettingError, InferenceError, FloatingPointError)
 
 
-class Future:
-    """A request's answer of `size` bytes, once `done` is set; then `seconds` is the time when it was set."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.done = name, asyncio.Event()
-        self.answer: Answer = {}
-        self.seconds = self.size = 0.0
+class _Kept(NamedTuple):
+    name: str
+    size: int
+    ended: float
 
 
 class Futures:
-    """All futures, by their ids and by the keys of their requests."""
+    """The tasks of all requests by name: the model or sampling session, and the request's number in it."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Future] = {}
-        self._by_key: dict[Key, str] = {}
-        self._kept: OrderedDict[Key, Future] = OrderedDict()
-        self._bytes, self._begun = 0.0, 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[Answer]] = {}
+        self._kept: deque[_Kept] = deque()
+        self._bytes = 0
 
-    def known(self, key: Key) -> str | None:
-        """Return the id of the future of a request that was sent before."""
-        return self._by_key.get(key)
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
 
-    def get(self, name: str) -> Future:
+    def __getitem__(self, name: str) -> asyncio.Task[Answer]:
         """Raises RequestError if there is no such future."""
-        if (found := self._by_name.get(name)) is None:
+        if (found := self._tasks.get(name)) is None:
             raise RequestError(f"request_id: {name!r:.120} is unknown, or was answered long ago", 410)
         return found
 
-    def begin(self, key: Key, work: Work) -> str:
-        """Begin `work`, unless the request was sent before; return the future's id."""
-        if (known := self._by_key.get(key)) is not None:
-            return known
-        self._begun += 1
-        future = Future(f"{key[0]}:{key[1]}:{self._begun}")
-        self._by_name[future.name], self._by_key[key] = future, future.name
-        task = asyncio.get_running_loop().create_task(self._carry_out(key, future, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return future.name
+    def begin(self, name: str, work: Work) -> dict[str, Any]:
+        """Begin `work`, unless the request was sent before; return the API's note of it."""
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.get_running_loop().create_task(self._carry_out(name, work))
+        return {"request_id": name}
 
-    async def _carry_out(self, key: Key, future: Future, work: Work) -> None:
+    async def _carry_out(self, name: str, work: Work) -> Answer:
         try:
-            future.answer = await work()
+            answer = await work()
         except _USERS_FAULTS as error:
-            future.answer = {"error": str(error), "category": "user"}
+            answer = {"error": str(error), "category": "user"}
         except Exception as error:  # boundary: a request must not end the service
-            logger.exception("%s failed", future.name)
-            future.answer = {"error": f"{type(error).__name__}: {error}", "category": "server"}
-        future.size = len(future.answer) if isinstance(future.answer, bytes) else 1024
-        future.seconds = time.monotonic()
-        future.done.set()
-        self._kept[key] = future
-        self._bytes += future.size
-        while self._bytes > _MOST_BYTES or next(iter(self._kept.values())).seconds < future.seconds - _KEPT_SECONDS:
-            old, forgotten = self._kept.popitem(last=False)
+            logger.exception("%s failed", name)
+            answer = {"error": f"{type(error).__name__}: {error}", "category": "server"}
+        ended = _Kept(name, len(answer) if isinstance(answer, bytes) else 1024, time.monotonic())
+        self._kept.append(ended)
+        self._bytes += ended.size
+        oldest = ended.ended - _KEPT_SECONDS
+        while self._kept[0] is not ended and (self._bytes > _MOST_BYTES or self._kept[0].ended < oldest):
+            forgotten = self._kept.popleft()
             self._bytes -= forgotten.size
-            del self._by_name[forgotten.name], self._by_key[old]
+            del self._tasks[forgotten.name]
+        return answer
 
 
 class Turns:
@@ -91,37 +80,47 @@ class Turns:
 
     def __init__(self) -> None:
         self._next = 1
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._turns[1].set()
+        self._begun: set[int] = set()
         self._closed: str | None = None
 
     def wait_for(self, number: int, work: Work) -> Work:
         """Return `work` at its turn. Raises RequestError if that has passed, or too many wait."""
         if number < self._next:
             raise RequestError(f"seq_id: {number} was answered long ago", 410)
-        if len(self._waiting) >= _MOST_WAITING:
-            raise RequestError(
-                f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others; send that first"
-            )
-        turn = self._waiting[number] = asyncio.Event()
-        if number == self._next or self._closed is not None:
+        if number != self._next and len(self._turns) > _MOST_WAITING:
+            problem = f"seq_id: {number} waits for {self._next}, as do {_MOST_WAITING} others"
+            raise RequestError(f"{problem}; send that first")
+        turn = self._turns[number]
+        self._begun.add(number)
+        if self._closed is not None:
             turn.set()
 
         async def at_its_turn() -> Answer:
-            await turn.wait()
+            missing = -1
+            while not turn.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(turn.wait(), _GAP_SECONDS)
+                if not turn.is_set() and self._next == missing and missing not in self._begun:
+                    # later ones fail, too: a step would be made without the pass that is missing
+                    fix = "create the model again, or load its weights"
+                    self.close(f"seq_id: {missing} was refused, or never came, and {number} waited for it; {fix}")
+                missing = self._next
             try:
                 if self._closed is not None:
                     raise RequestError(self._closed)
                 return await work()
             finally:
-                del self._waiting[number]
+                del self._turns[number]
+                self._begun.discard(number)
                 self._next = number + 1
-                if (following := self._waiting.get(self._next)) is not None:
-                    following.set()
+                self._turns[self._next].set()
 
         return at_its_turn
 
     def close(self, reason: str) -> None:
         """Fail the requests that wait, and later ones."""
         self._closed = reason
-        for turn in self._waiting.values():
+        for turn in self._turns.values():
             turn.set()

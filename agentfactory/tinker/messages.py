@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from jaxtyping import Float, Int
 
 PROTOBUF = "application/x-protobuf"
-_MOST_VALUES = 1 << 26
-"""Values of one datum's tensor; a sparse one takes few bytes for many zeros."""
+_MOST_VALUES = 1 << 23
+"""Values of a request's tensors; a sparse one takes few bytes for many zeros."""
 _FLOAT32 = 1
 _TYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8")}
 """DType of the SDK's tensors -> type of their bytes."""
@@ -75,6 +75,9 @@ class PassRequest:
         """Return the data. Raises RequestError, which names the datum and the field."""
         if not self._message.data:
             raise RequestError("data: missing; give at least one datum")
+        shapes = [tensor.shape for datum in self._message.data for tensor in datum.loss_fn_inputs.values()]
+        if sum(map(math.prod, shapes)) > _MOST_VALUES:
+            raise RequestError(f"data: has more than {_MOST_VALUES:,} values in loss_fn_inputs; send fewer at a time")
         return [_datum(number, datum) for number, datum in enumerate(self._message.data)]
 
 
@@ -99,8 +102,8 @@ def _array(tensor: Any) -> np.ndarray:
     kind, shape = _TYPES.get(tensor.dtype), [int(size) for size in tensor.shape]
     if kind is None:
         raise ValueError(f"its dtype is {tensor.dtype}; send float32 or int64")
-    if len(shape) not in (1, 2) or min(shape) < 0 or math.prod(shape) > _MOST_VALUES:
-        raise ValueError(f"its shape is {shape}; give [N] or [N, K], at most {_MOST_VALUES:,} values")
+    if len(shape) not in (1, 2) or not 0 < min(shape) <= max(shape) <= _MOST_VALUES:
+        raise ValueError(f"its shape is {shape}; give [N] or [N, K]")
     if tensor.WhichOneof("encoding") != "sparse_csr":
         return np.frombuffer(tensor.dense, kind).reshape(shape)
     csr, found = tensor.sparse_csr, np.zeros(shape, kind)
@@ -131,25 +134,21 @@ def pass_result(logprobs: Sequence[Float[np.ndarray, "tokens *several"]], metric
     return bytes(result.SerializeToString())
 
 
-PromptScores = Sequence[Mapping[int, float] | None]
-"""By position of the prompt: None, or the log-probabilities of its own token, which comes first, and of likely ones."""
-
-
 def sample_result(
-    samples: Sequence[tuple[list[int], list[float], bool]], prompt: PromptScores | None, top_k: int
+    samples: Sequence[tuple[list[int], list[float], bool]], prompt: Sequence[Mapping[int, float]] | None, top_k: int
 ) -> bytes:
     """Return the answer to a request for samples: (ids, log-probabilities, cut by a limit). `prompt` has its scores, if
-    asked for, with `top_k` likely tokens."""
+    asked for, by position: of its own token, which comes first, and of `top_k` likely ones; or of none."""
     result = message("SampleResponse")()
     for token_ids, logprobs, cut in samples:
         # STOP_REASON_STOP is 0, STOP_REASON_LENGTH 1
         own = {"tokens": np.asarray(token_ids, "<i4").tobytes(), "logprobs": np.asarray(logprobs, "<f4").tobytes()}
         result.sequences.add(stop_reason=int(cut), **own)
     if prompt is not None:
-        first = [math.nan if scores is None else next(iter(scores.values())) for scores in prompt]
+        first = [next(iter(scores.values()), math.nan) for scores in prompt]
         result.prompt_logprobs = np.asarray(first, "<f4").tobytes()
     if prompt is not None and top_k:
-        best = [sorted((scores or {}).items(), key=lambda pair: -pair[1])[:top_k] for scores in prompt]
+        best = [sorted(scores.items(), key=lambda pair: -pair[1])[:top_k] for scores in prompt]
         listed = np.asarray([[*row, *[_UNDEFINED] * (top_k - len(row))] for row in best])
         table = result.topk_prompt_logprobs
         table.k, table.length = top_k, len(listed)

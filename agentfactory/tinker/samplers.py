@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tinker.bodies import Asample, Sampling
 from agentfactory.tinker.checkpoints import Saved
 from agentfactory.tinker.losses import REFUSED
-from agentfactory.tinker.messages import PromptScores, RequestError, sample_result
+from agentfactory.tinker.messages import RequestError, sample_result
 from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.sync import adapter_sync
 from agentfactory.trainers.sync.canary import Canary
@@ -47,11 +47,13 @@ class Samplers:
             return
         path = saved.adapter
         async with self._changed:
-            if path not in self._held:
-                while len(self._held) >= self._most and not await self._make_room():
+            while path not in self._held:
+                if len(self._held) < self._most:
+                    self._held[path] = await asyncio.to_thread(self._load, saved)
+                elif (idle := next((held for held in self._held if not self._users[held]), None)) is not None:
+                    await self._unload(idle)
+                else:
                     await self._changed.wait()
-            if path not in self._held:
-                self._held[path] = await asyncio.to_thread(self._load, saved)
             self._held.move_to_end(path)
             self._users[path] += 1
         try:
@@ -61,25 +63,21 @@ class Samplers:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _make_room(self) -> bool:
-        """Unload the snapshot that was unused for longest; return False if all are in use."""
-        idle = next((path for path in self._held if not self._users[path]), None)
-        if idle is not None:
-            await asyncio.to_thread(adapter_sync.unload, self._server, self._held[idle])
-            del self._held[idle]
-        return idle is not None
+    async def _unload(self, path: Path) -> None:
+        await asyncio.to_thread(adapter_sync.unload, self._server, self._held[path])
+        del self._held[path]
 
     def _load(self, saved: Saved) -> str:
         file = saved.adapter / WEIGHTS
         if not file.is_file():
-            raise RequestError(f"model_path: {saved.path} was deleted; save it again", 404)
+            raise RequestError(f"model_path: {saved.path} was deleted, or overwritten; save it again", 404)
         self._number += 1
-        name = f"{saved.path.model_id}-{saved.path.name}-{self._number}"
+        name = f"{saved.info.model_id}-{saved.folder.name}-{self._number}"
         adapter_sync.load(self._server, name, saved.adapter)
         try:
             report = SyncReport(self._number, name, name, file.stat().st_size, 0.0, digest(file))
             self._canary.prove(report, saved.scores())
-        except SyncError:
+        except BaseException:
             adapter_sync.unload(self._server, name)
             raise
         return name
@@ -93,23 +91,20 @@ class Samplers:
         """Unload a snapshot that nobody will use again, once its requests have ended."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._users[saved.adapter])
-            if (name := self._held.pop(saved.adapter, None)) is not None:
-                await asyncio.to_thread(adapter_sync.unload, self._server, name)
+            if saved.adapter in self._held:
+                await self._unload(saved.adapter)
             del self._users[saved.adapter]
 
     async def sample(self, saved: Saved | None, body: Asample) -> bytes:
         """Return the answer to a request. Raises RequestError and InferenceError."""
         prompt, top_k = _prompt(body, self._longest), body.topk_prompt_logprobs
         scored = bool(body.prompt_logprobs or top_k)
-        wanted = _sampling(body.sampling_params, self._longest - len(prompt))
+        room = self._longest - len(prompt)
+        wanted = [_sampling(body.sampling_params, number, room) for number in range(body.num_samples)]
+        if scored:
+            wanted[0]["prompt_logprobs"] = top_k
         async with self.using(saved) as model:
-
-            async def one(number: int) -> Completion:
-                own = {**wanted, "seed": (wanted["seed"] + number) % 2**63} if "seed" in wanted else wanted
-                return await self._client.generate(prompt, model, own | scoring if number == 0 else own)
-
-            scoring = {"prompt_logprobs": top_k} if scored else {}
-            made = await asyncio.gather(*map(one, range(body.num_samples)))
+            made = await asyncio.gather(*(self._client.generate(prompt, model, one) for one in wanted))
         scores = _scores(made[0].prompt_logprobs, prompt, body.prompt_logprobs_last_n) if scored else None
         return sample_result([(one.token_ids, one.logprobs, one.cut) for one in made], scores, top_k)
 
@@ -128,39 +123,37 @@ def _prompt(body: Asample, longest: int) -> list[int]:
     prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     if not 0 < len(prompt) < longest:
         problem = f"prompt: has {len(prompt)} tokens, and the server's context is {longest}"
-        raise RequestError(
-            f"{problem}; give 1 to {longest - 1}, or start the service with a larger server.max_model_len"
-        )
+        fix = f"give 1 to {longest - 1}, or start the service with a larger server.max_model_len"
+        raise RequestError(f"{problem}; {fix}")
     if (last := body.prompt_logprobs_last_n) is not None and last >= len(prompt):
         raise RequestError(f"prompt_logprobs_last_n: got {last}, and the prompt has {len(prompt)} tokens; lower it")
     return prompt
 
 
-def _sampling(params: Sampling, room: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters. Without `stop` a sequence ends where the model's generations do, with []
+def _sampling(params: Sampling, number: int, room: int) -> dict[str, Any]:
+    """Return vLLM's parameters of a request's sample. Without `stop` it ends where the model's generations do, with []
     never."""
     wanted: dict[str, Any] = {"temperature": params.temperature, "max_tokens": min(params.max_tokens or room, room)}
-    wanted |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    wanted |= {"top_p": params.top_p} if params.top_p < 1 else {}
-    wanted |= {"seed": params.seed} if params.seed is not None else {}
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    if stop == []:
-        return {**wanted, "ignore_eos": True}
-    if stop is None:
+    wanted |= {"top_k": params.top_k, "top_p": params.top_p}
+    if params.seed is not None:
+        wanted["seed"] = (params.seed + number) % 2**63
+    if params.stop is None:
         return wanted
+    if params.stop == []:
+        return {**wanted, "ignore_eos": True}
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
     kinds = {type(entry) for entry in stop}
     if len(kinds) > 1 or "" in stop:
         raise RequestError("sampling_params.stop: got an empty string, or texts and ids; give one kind")
     return {**wanted, "stop" if kinds == {str} else "stop_token_ids": stop}
 
 
-def _scores(listed: Any, prompt: list[int], last: int | None) -> PromptScores:
-    """Return a server's scores of `prompt` by position, and only those of the `last` ones."""
+def _scores(listed: Any, prompt: list[int], last: int | None) -> list[dict[int, float]]:
+    """Return a server's scores of `prompt` by position, those of the own token first, and only the `last` ones."""
     if not (isinstance(listed, list) and len(listed) == len(prompt)):
         raise SyncError(f"the server scored {len(listed or ())} of {len(prompt)} tokens of a prompt")
-    found: list[dict[int, float] | None] = []
-    for place, (token, scores) in enumerate(zip(prompt, listed, strict=True)):
-        known = scores if last is None or place >= len(prompt) - last else None
-        by_token = {int(other): float(score["logprob"]) for other, score in (known or {}).items()}
-        found.append({token: by_token.pop(token), **by_token} if by_token else None)
+    unasked, found = 0 if last is None else len(prompt) - last, list[dict[int, float]]()
+    for token, scores in zip(prompt, [*[None] * unasked, *listed[unasked:]], strict=True):
+        by_token = {int(other): float(score["logprob"]) for other, score in (scores or {}).items()}
+        found.append({token: by_token.pop(token), **by_token} if by_token else {})
     return found

@@ -31,8 +31,6 @@ from agentfactory.trainers.sync.server_control import ServerControl
 from agentfactory.trainers.sync.weight_sync import SyncReport, base_model
 from agentfactory.trainers.update.learner import Learner
 
-_SWEEP = round(30 / POLL_SECONDS)
-
 
 def prepared(recipe: Recipe) -> Recipe:
     """Return the recipe with what its server needs. Raises SettingError if it cannot be served."""
@@ -75,15 +73,13 @@ async def serve(
             say(f"  export TINKER_BASE_URL=http://{host}:{free}")
             say(f"  export TINKER_API_KEY={key}")
             try:
-                polls = 0
                 while True:
                     check_server()
                     await asyncio.sleep(POLL_SECONDS)
-                    if (polls := polls + 1) % _SWEEP == 0:
-                        await service.sweep()
+                    await service.sweep()
             finally:
-                for path in await service.close():
-                    say(f"saved {path}")
+                for line in await service.close():
+                    say(line)
                 await runner.cleanup()
 
 

@@ -2,6 +2,7 @@
 
 Everything here computes, and runs on one thread, one request at a time."""
 
+import math
 import random
 import warnings
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from torch import nn
 
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.tinker.bodies import Adam, Lora
-from agentfactory.tinker.losses import LOSSES, REFUSED, Loss
+from agentfactory.tinker.losses import LOSSES, REFUSED, terms
 from agentfactory.tinker.messages import Datum, PassRequest, RequestError, pass_result
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
 from agentfactory.trainers.networks import lora
@@ -33,17 +34,13 @@ ALPHA = 32
 
 class Model:
     """A model in training. `fault` is the reason why its pending gradients are incomplete; `saved` is the number of
-    steps that its newest checkpoint has."""
+    steps that its newest checkpoint has; `name` is its id, and its adapter's name, which names in `weights` lack."""
 
-    def __init__(self, adapter: str, config: Lora, weights: dict[str, nn.Parameter]) -> None:
-        self.adapter, self.config, self.weights = adapter, config, weights
+    def __init__(self, name: str, config: Lora, weights: dict[str, nn.Parameter]) -> None:
+        self.name, self.config, self.weights = name, config, weights
         self.optimizer = torch.optim.AdamW(weights.values(), fused=True)
         self.fault: str | None = None
         self.steps = self.saved = 0
-
-    def by_name(self) -> dict[str, nn.Parameter]:
-        """Return the weights by names without the adapter's."""
-        return {name.replace(f".{self.adapter}", ""): weight for name, weight in self.weights.items()}
 
 
 class Trainer:
@@ -73,19 +70,18 @@ class Trainer:
             warnings.simplefilter("ignore", UserWarning)
             self._peft.add_adapter(name, adapter)
         self._thaw()
-        return Model(name, config, lora.trained_weights(self._peft, name))
+        trained = lora.trained_weights(self._peft, name)
+        return Model(name, config, {key.replace(f".{name}", ""): weight for key, weight in trained.items()})
 
     def drop(self, model: Model) -> None:
         # peft would choose another adapter in place of one in use
         lora.use_adapter(self._peft, lora.POLICY_ADAPTER)
-        self._peft.delete_adapter(model.adapter)
+        self._peft.delete_adapter(model.name)
         self._thaw()
 
     def _thaw(self) -> None:
         """Undo that peft freezes all adapters but the one in use."""
-        for name, weight in self._peft.named_parameters():
-            if ".lora_" in name:
-                weight.requires_grad_(True)
+        self._peft.set_requires_grad([*self._peft.peft_config])
 
     # ---- passes and steps
 
@@ -99,45 +95,39 @@ class Trainer:
             raise
 
     def _run_pass(self, model: Model, request: PassRequest) -> bytes:
-        loss, options = _loss_of(request)
-        data = request.data()
+        options, data = _options(request), request.data()
         shapes = [datum.inputs["target_tokens"].shape if "target_tokens" in datum.inputs else () for datum in data]
         several = max((shape[1] for shape in shapes if len(shape) > 1), default=None)
-        rows = [self._row(number, datum, loss, several) for number, datum in enumerate(data)]
+        rows = [self._row(number, datum, request.loss, several) for number, datum in enumerate(data)]
         found: list[dict[str, Targets]] = []
 
-        def terms(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+        def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
             found.append({"logprobs": logprob.detach()})
-            return Terms(loss.terms(logprob, part.streams, part.sequence, **options).sum())
+            return Terms(terms(request.loss, logprob, part.streams, part.sequence, options).sum())
 
-        with self._policy.scoring_with(model.adapter), torch.set_grad_enabled(not request.forward_only):
+        with self._policy.scoring_with(model.name), torch.set_grad_enabled(not request.forward_only):
             batch = self._learner.deal(rows, normaliser=1.0)
-            total = sum(float(part.loss) for part in self._learner.forward_backward(batch, terms))
+            total = sum(float(part.loss) for part in self._learner.forward_backward(batch, loss))
         by_row = self._learner.by_row(batch, found)
-        logprobs = [by_row[number]["logprobs"] for number in range(len(data))]
-        if several is not None:
-            logprobs = [
-                made[:, : shape[1]] if len(shape) > 1 else made[:, 0]
-                for made, shape in zip(logprobs, shapes, strict=True)
-            ]
-        return pass_result(logprobs, {"loss:sum": total})
+        made = [by_row[number]["logprobs"].reshape(shape[0], -1) for number, shape in enumerate(shapes)]
+        own = [scores[:, : math.prod(shape[1:])].reshape(shape) for scores, shape in zip(made, shapes, strict=True)]
+        return pass_result(own, {"loss:sum": total})
 
-    def _row(self, number: int, datum: Datum, loss: Loss, several: int | None) -> TrainingRow:
+    def _row(self, number: int, datum: Datum, loss: str, several: int | None) -> TrainingRow:
         """Return a datum as a row whose labels are its targets, `several` of them per token. Raises RequestError."""
         where, count = f"data[{number}].loss_fn_inputs", len(datum.ids)
         if not count:
             raise RequestError(f"data[{number}].model_input: has no token; give at least one")
-        takes = {"target_tokens": None, **loss.inputs}
+        takes = {"target_tokens": None, **LOSSES[loss].inputs}
         for name in [*takes, *sorted(datum.inputs)]:
             if name not in takes:
                 raise RequestError(f"{where}.{name}: this loss does not read it; give {', '.join(takes)}")
             if name not in datum.inputs and takes[name] is None:
                 raise RequestError(f"{where}.{name}: missing; give one entry per token of model_input")
         labels = datum.inputs["target_tokens"]
-        if labels.ndim > 1 and loss is not LOSSES["cross_entropy"]:
-            raise RequestError(
-                f"{where}.target_tokens: got {labels.shape[1]} per token; only cross_entropy takes several"
-            )
+        if labels.ndim > 1 and loss != "cross_entropy":
+            problem = f"{where}.target_tokens: got {labels.shape[1]} per token"
+            raise RequestError(f"{problem}; only cross_entropy takes several")
         streams = {name: datum.inputs.get(name, np.full(labels.shape, default)) for name, default in takes.items()}
         for name, values in streams.items():
             if values.shape != labels.shape or len(values) != count:
@@ -177,51 +167,50 @@ class Trainer:
 
     # ---- files
 
-    def save(self, model: Model, folder: Path) -> Path:
-        """Write the adapter in peft's format; return its file."""
-        with self._policy.scoring_with(model.adapter):
-            return self._policy.save_adapter(folder, self._policy.gather())
+    def save(self, model: Model, folder: Path) -> tuple[Path, Scores]:
+        """Write the adapter in peft's format; return its file, and the canary's log-probabilities, by which a server
+        proves that it has this adapter. Raises RequestError if the model has diverged."""
+        if not all(bool(weight.isfinite().all()) for weight in model.weights.values()):
+            fix = "load an earlier checkpoint, and lower the learning rate"
+            raise RequestError(f"the model has weights that are not finite since one of its steps; {fix}")
+        with self._policy.scoring_with(model.name):
+            file = self._policy.save_adapter(folder, self._policy.gather())
+            return file, self._canary.trainer_scores(self._policy)
 
     def save_optimizer(self, model: Model, file: Path) -> None:
-        states = {name: model.optimizer.state.get(weight, {}) for name, weight in model.by_name().items()}
+        states = {name: model.optimizer.state.get(weight, {}) for name, weight in model.weights.items()}
         slots = {f"{slot}/{name}": value for name, state in states.items() for slot, value in state.items()}
         save_file({**slots, "steps": torch.tensor(model.steps)}, file)
 
     @torch.no_grad()
     def load(self, model: Model, folder: Path, optimizer: Path | None) -> None:
         """Load an adapter and, if given, the optimizer's state, and drop pending gradients. Raises RequestError."""
-        own, saved = lora.weights_of(self._peft, model.adapter), load_file(folder / WEIGHTS)
+        own, saved = lora.weights_of(self._peft, model.name), load_file(folder / WEIGHTS)
         if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
             raise RequestError("path: is an adapter of another shape; load it as a new model")
         for name, value in own.items():
             value.copy_(saved[name])
         model.fault = None
+        model.optimizer.zero_grad()
         model.optimizer = torch.optim.AdamW(model.weights.values(), fused=True)
         if optimizer is not None:
-            state, weights = load_file(optimizer), model.by_name()
+            state = load_file(optimizer)
             model.steps = model.saved = int(state.pop("steps"))
             for key, value in state.items():
                 slot, _, name = key.partition("/")
-                model.optimizer.state[weights[name]][slot] = value.to(weights[name].device)
-
-    def scores(self, model: Model) -> Scores:
-        """Return the canary's log-probabilities, by which a server proves that it has this adapter."""
-        with self._policy.scoring_with(model.adapter):
-            return self._canary.trainer_scores(self._policy)
+                model.optimizer.state[model.weights[name]][slot] = value.to(model.weights[name].device)
 
 
-def _loss_of(request: PassRequest) -> tuple[Loss, dict[str, float]]:
-    """Return a request's loss and its options, by parameter. Raises RequestError."""
+def _options(request: PassRequest) -> dict[str, float]:
+    """Return the options of a request's loss. Raises RequestError if it, or one of its options, is not there."""
     if (loss := LOSSES.get(request.loss)) is None:
         reason = REFUSED.get(request.loss, f"use one of {', '.join(LOSSES)}")
         raise RequestError(f"loss_fn: got {request.loss!r:.100}: {reason}")
-    options = dict(loss.options.values())
-    for name, value in request.options().items():
-        if name not in loss.options:
-            takes = ", ".join(loss.options) or "none"
-            raise RequestError(f"loss_fn_config.{name:.100}: {request.loss} has no such option; it takes {takes}")
-        options[loss.options[name][0]] = value
-    return loss, options
+    given = request.options()
+    for name in given.keys() - loss.options.keys():
+        takes = ", ".join(loss.options) or "none"
+        raise RequestError(f"loss_fn_config.{name:.100}: {request.loss} has no such option; it takes {takes}")
+    return {**loss.options, **given}
 
 
 def _modules(network: Any) -> Mapping[str, list[str]]:

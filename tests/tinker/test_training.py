@@ -73,7 +73,7 @@ class Reference:
         self.network.lm_head.weight = torch.nn.Parameter(self.network.lm_head.weight.detach().clone())
         self.leaves = {
             name.removeprefix("base_model.model.").removesuffix(".weight"): weight.detach().double().requires_grad_()
-            for name, weight in model.by_name().items()
+            for name, weight in model.weights.items()
         }
 
     def logprobs(self, ids: list[int], labels: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ def test_50_batches_and_their_steps_are_those_of_float64(trainer: Trainer, model
             np.testing.assert_allclose(own, wanted.detach().numpy(), atol=2e-5)
         gradients = {name: leaf.grad for name, leaf in reference.leaves.items()}
         largest = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
-        states = {name: dict(model.optimizer.state.get(weight, {})) for name, weight in model.by_name().items()}
-        before = {name: weight.detach().double().clone() for name, weight in model.by_name().items()}
+        states = {name: dict(model.optimizer.state.get(weight, {})) for name, weight in model.weights.items()}
+        before = {name: weight.detach().double().clone() for name, weight in model.weights.items()}
         before_moments = {
             name: {slot: v.double().clone() for slot, v in state.items()} for name, state in states.items()
         }
         own_gradients = {}
-        for name, weight in model.by_name().items():
+        for name, weight in model.weights.items():
             wanted_gradient = gradients[name.removeprefix("base_model.model.").removesuffix(".weight")]
             torch.testing.assert_close(weight.grad.double(), wanted_gradient, atol=1e-5 * max(1.0, largest), rtol=1e-5)
             own_gradients[name] = weight.grad.double().clone()
@@ -172,7 +172,7 @@ def test_50_batches_and_their_steps_are_those_of_float64(trainer: Trainer, model
         settings = Adam(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in own_gradients.values()))
         assert trainer.step(model, settings)["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-        for name, weight in model.by_name().items():
+        for name, weight in model.weights.items():
             moments = before_moments[name]
             gradient = own_gradients[name] * min(1.0, 0.5 / (norm + 1e-6))
             first = 0.8 * moments.get("exp_avg", 0.0) + 0.2 * gradient
@@ -190,7 +190,7 @@ def test_models_do_not_touch_each_other(trainer: Trainer) -> None:
     data: Data = [([3, 4, 5], {"target_tokens": [4, 5, 6]})]
     alone = trainer.create("alone", Lora(rank=2, seed=5))
     trainer.run_pass(alone, request("cross_entropy", data))
-    gradient = {name: weight.grad.clone() for name, weight in alone.by_name().items()}
+    gradient = {name: weight.grad.clone() for name, weight in alone.weights.items()}
     other = trainer.create("other", Lora(rank=4, seed=6, train_attn=False, train_unembed=False))
     assert not [name for name in other.weights if "attn" in name or "lm_head" in name]
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_models_do_not_touch_each_other(trainer: Trainer) -> None:
         trainer.step(other, Adam(learning_rate=0.1))
     trainer.run_pass(alone, request("cross_entropy", data, forward_only=True))
     trainer.drop(other)
-    assert all(torch.equal(weight.grad, gradient[name]) for name, weight in alone.by_name().items())
+    assert all(torch.equal(weight.grad, gradient[name]) for name, weight in alone.weights.items())
     before = [weight.detach().clone() for weight in alone.weights.values()]
     trainer.step(alone, Adam(learning_rate=0.1))
     # B begins as 0, so A has no gradient yet

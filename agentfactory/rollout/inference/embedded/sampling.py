@@ -138,7 +138,9 @@ def sample(
             values[request.top_k or len(values) :] = -torch.inf
             shares = values.softmax(-1)
             # the share of those before: Holtzman et al., 2020, arXiv:1904.09751, section 3.1
-            scaled[row, order] = values.masked_fill(shares.cumsum(-1) - shares >= request.top_p, -torch.inf)
+            before = shares.cumsum(-1) - shares
+            # the likeliest is always left
+            scaled[row, order] = values.masked_fill((before >= request.top_p) & (before > 0), -torch.inf)
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
         numbers = [r.generator.random() if r.temperature else 0.0 for r in requests]
