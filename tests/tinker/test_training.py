@@ -2,6 +2,7 @@
 agentfactory/tinker/losses.py and of AdamW written out."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from agentfactory.tinker.bodies import Adam, Lora
 from agentfactory.tinker.messages import PassRequest, RequestError, message
 from agentfactory.tinker.training import ALPHA, Model, Trainer
-from agentfactory.trainers.sync.canary import Canary
+from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.update.learner import Learner
 from tests.trainers.conftest import VOCABULARY, Make, make_recipe, model_folder, on_cpu  # noqa: F401
 
@@ -57,7 +58,8 @@ def result_of(answer: bytes) -> tuple[float, list[np.ndarray]]:
 
 
 def make_trainer(recipe: Any) -> Trainer:
-    return Trainer(Learner(recipe, on_cpu()), Canary([], [], "float32"), largest_rank=8)
+    canary = Canary([], canary_rows(range(VOCABULARY), 20), "float32")
+    return Trainer(Learner(recipe, on_cpu()), canary, largest_rank=8)
 
 
 @pytest.fixture(scope="module", params=["padded", "packed", "tree"])
@@ -222,11 +224,50 @@ def test_a_step_after_a_failed_pass_fails_and_drops_the_gradients(trainer: Train
     trainer.drop(model)
 
 
+def test_loading_drops_pending_gradients(trainer: Trainer, tmp_path: Path) -> None:
+    model = trainer.create("loaded", Lora(rank=2, seed=5))
+    trainer.save(model, tmp_path / "adapter")
+    trainer.run_pass(model, request("cross_entropy", [([3, 4], {"target_tokens": [4, 5]})]))
+    trainer.load(model, tmp_path / "adapter", None)
+    assert trainer.step(model, Adam())["metrics"]["grad_norm"] == 0.0
+    trainer.drop(model)
+
+
+def test_a_model_that_diverged_is_not_saved(trainer: Trainer, tmp_path: Path) -> None:
+    model = trainer.create("diverged", Lora(rank=2, seed=5))
+    with torch.no_grad():
+        next(iter(model.weights.values())).fill_(torch.nan)
+    with pytest.raises(RequestError, match="weights that are not finite since one of its steps; load an earlier"):
+        trainer.save(model, tmp_path / "adapter")
+    trainer.drop(model)
+
+
+def test_sparse_targets_are_bounded(trainer: Trainer) -> None:
+    """A few bytes stand for many zeros, in each of many data."""
+    model = trainer.create("sparse", Lora(rank=2, seed=5))
+    told = message("ForwardBackwardRequest")(loss_fn="cross_entropy", model_id="m", seq_id=1)
+    for _ in range(3):
+        datum = told.data.add()
+        datum.model_input.add().encoded_text.tokens = np.zeros(64, "<i4").tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dtype = 2
+        tensor.shape.extend((64, 1 << 16))
+        tensor.sparse_csr.crow_indices = np.zeros(65, "<i8").tobytes()
+    with pytest.raises(RequestError, match="data: has more than 8,388,608 values in loss_fn_inputs; send fewer"):
+        trainer.run_pass(model, PassRequest(told.SerializeToString()))
+    trainer.drop(model)
+
+
 WRONG = {
     "loss_fn: got 'stable_reinforce': its formula is not published": ("stable_reinforce", {}, {}),
     "loss_fn: got 'mse': use one of cross_entropy": ("mse", {}, {}),
     "loss_fn_config.beta: ppo has no such option; it takes clip_low": ("ppo", {}, {"beta": 1.0}),
     "loss_fn_inputs.target_tokens: missing": ("cross_entropy", {"target_tokens": None}, {}),
+    r"loss_fn_inputs.target_tokens: its shape is \[2, 0\]": (
+        "cross_entropy",
+        {"target_tokens": np.zeros((2, 0), int)},
+        {},
+    ),
     "loss_fn_inputs.advantages: missing": ("ppo", {"logprobs": [0.0, 0.0]}, {}),
     "loss_fn_inputs.mask: this loss does not read it": ("cross_entropy", {"mask": [1.0, 1.0]}, {}),
     r"loss_fn_inputs.weights: has shape \[3\], for 2 tokens": ("cross_entropy", {"weights": [1.0, 1.0, 1.0]}, {}),
