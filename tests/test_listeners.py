@@ -173,7 +173,8 @@ def test_idle_connections_leave_a_server_the_files_that_it_needs(
         process = Forked(ENGINE, str(warm_start), "--port", "0", log=log, open_files=200)
     idle: list[socket.socket] = []
     try:
-        url = wait_for(lambda: log.exists() and re.search(r"^(?!listening).*?(http://\S+).*\n", log.read_text(), re.M))[1]
+        ready = re.compile(r"^(?!listening).*?(http://\S+).*\n", re.MULTILINE)
+        url = wait_for(lambda: log.exists() and ready.search(log.read_text()))[1]
         parts, said = urlsplit(url), log.read_text()
         wait_for(lambda: listening(process.pid))
         for _ in range(150):
