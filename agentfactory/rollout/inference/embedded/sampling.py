@@ -143,15 +143,15 @@ def sample(
             scaled[row, order] = values.masked_fill((before >= request.top_p) & (before > 0), -torch.inf)
     logprobs = torch.log_softmax(scaled, -1)
     if any(temperature):
-        numbers = [r.generator.random() if r.temperature else 0.0 for r in requests]
-        uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)[:, None]
+        numbers = [[r.generator.random() if r.temperature else 0.0] for r in requests]
         # a CPU's caches hold few rows of a large vocabulary; a GPU takes all at once
         at_once = max(1, 2**19 // logits.shape[-1]) if logits.device.type == "cpu" else len(requests)
-        tokens = torch.empty_like(uniform, dtype=torch.long)
-        for part, drawn, out in zip(*(each.split(at_once) for each in (logprobs, uniform, tokens)), strict=True):
+        found = []
+        for start, part in zip(range(0, len(requests), at_once), logprobs.split(at_once), strict=True):
             cumulative = part.exp().double().cumsum_(-1)
-            torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True, out=out)
-        tokens.clamp_(max=logits.shape[-1] - 1)
+            drawn = torch.tensor(numbers[start : start + at_once], dtype=torch.float64).to(logits.device)
+            found.append(torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True))
+        tokens = torch.cat(found).clamp_(max=logits.shape[-1] - 1)
         if not all(temperature):
             greedy = torch.tensor([t == 0.0 for t in temperature], device=logits.device)[:, None]
             tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
