@@ -50,32 +50,6 @@ def prompts(number: int) -> list[list[int]]:
     return [[rng.randrange(2, VOCABULARY) for _ in range(PROMPT)] for _ in range(REQUESTS)]
 
 
-def make_model(folder: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=768,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w1"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w1").save_pretrained(folder)
-
-
 def client(repetitions: int) -> None:
     """Time the service by the SDK; print the seconds as JSON."""
     import tinker
@@ -167,9 +141,11 @@ def main() -> None:
         return
     python = os.environ.get("AGENTFACTORY_TINKER_PYTHON") or str(Path(".venv-tinker/bin/python").absolute())
     repetitions = 5 if options.quick else 15
+    from update import make_model
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder / "model")
+        make_model(folder / "model", VOCABULARY)
         recipe: dict[str, Any] = {"path": str(folder / "model"), "dtype": "float32", "lora": {"rank": RANK}}
         server = {"engine": "embedded", "max_model_len": 512, "max_num_seqs": REQUESTS}
         whole = {"model": recipe, "server": server, "output": str(folder / "out")}

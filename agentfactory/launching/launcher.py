@@ -168,8 +168,7 @@ def _run_stage(
     )
     if server is not None:
         # on a CPU, trainer and worker load while the server does
-        early = () if stage.placement.on_gpu else ("listening",)
-        url = wait_for_server(recipe, server, children, say, *early)
+        url = wait_for_server(recipe, server, children, say, early=not stage.placement.on_gpu)
         stage.placement.check_trainers_room()
         stage.assignment(url, time).write(folder.assignment)
         wait_for_server(recipe, server, children, say)

@@ -36,17 +36,17 @@ def begin_server(
 
 
 def wait_for_server(
-    recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None], *early: str
+    recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None], early: bool = False
 ) -> str:
-    """Wait until a new server is ready, or has logged its address after one of the words in `early`; return its
-    address, where requests wait until it is ready. Raises ChildFailed if a child ends."""
+    """Wait until a new server is ready, or if `early`, until it listens at its address, where requests wait until it is
+    ready; return the address. Raises ChildFailed if a child ends."""
     started, lines = time.monotonic(), list[str]()
     with doing(lambda seconds: f"waiting for the server, {seconds:.0f} s so far: {serving.stage(lines)}"):
         while (now := time.monotonic()) < started + recipe.server.startup_seconds:
             children.check_all()
             lines = server.tail(1000)
             # the server picks a free port, and logs its address
-            if url := serving.ready_url(lines, *early):
+            if url := serving.ready_url(lines, early):
                 if now - started > QUIET_SECONDS and not early:
                     say(f"the server is ready after {now - started:.0f} s")
                 return url

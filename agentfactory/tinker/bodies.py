@@ -49,7 +49,7 @@ class Short(Struct):
 
 
 class Turn(Struct, kw_only=True):
-    """What gives a request its place among those of its model."""
+    """The model of a request, and the request's number among those of the model."""
 
     model_id: str
     seq_id: Count

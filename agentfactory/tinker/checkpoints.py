@@ -29,7 +29,8 @@ Listing = dict[str, Any]
 
 
 class Info(msgspec.Struct):
-    """What is known of a model, or of a checkpoint, whose `adapter` is then the name of a folder."""
+    """The record of a model (model.json), or of a checkpoint (checkpoint.json), whose `adapter` is the name of a
+    folder."""
 
     model_id: str
     base_model: str

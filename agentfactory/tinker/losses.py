@@ -42,7 +42,7 @@ def terms(
     return -torch.min(ratio * advantage, bounded * advantage)
 
 
-class Takes(NamedTuple):
+class Arguments(NamedTuple):
     """The inputs of a loss beside target_tokens, and its options, with their defaults (None: required)."""
 
     inputs: dict[str, float | None]
@@ -53,11 +53,11 @@ _SAMPLED: dict[str, float | None] = {"logprobs": None, "advantages": None}
 # as in the hosted service's example of ppo
 _BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
-    "cross_entropy": Takes({"weights": 1.0}),
-    "importance_sampling": Takes(_SAMPLED),
-    **dict.fromkeys(("ppo", "cispo"), Takes(_SAMPLED, _BOUNDS)),
-    "dro": Takes(_SAMPLED, {"beta": 0.05}),
-    "gspo": Takes({**_SAMPLED, "sequence_ratio_mask": None}, _BOUNDS),
+    "cross_entropy": Arguments({"weights": 1.0}),
+    "importance_sampling": Arguments(_SAMPLED),
+    **dict.fromkeys(("ppo", "cispo"), Arguments(_SAMPLED, _BOUNDS)),
+    "dro": Arguments(_SAMPLED, {"beta": 0.05}),
+    "gspo": Arguments({**_SAMPLED, "sequence_ratio_mask": None}, _BOUNDS),
 }
 REFUSED = {
     "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo, dro or gspo",

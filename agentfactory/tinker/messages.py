@@ -76,7 +76,7 @@ class PassRequest:
         if not self._message.data:
             raise RequestError("data: missing; give at least one datum")
         shapes = [tensor.shape for datum in self._message.data for tensor in datum.loss_fn_inputs.values()]
-        if sum(map(math.prod, shapes)) > _MOST_VALUES:
+        if sum(abs(math.prod(shape)) for shape in shapes) > _MOST_VALUES:
             raise RequestError(f"data: has more than {_MOST_VALUES:,} values in loss_fn_inputs; send fewer at a time")
         return [_datum(number, datum) for number, datum in enumerate(self._message.data)]
 

@@ -23,7 +23,8 @@ from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tinker.checkpoints import Checkpoints
 from agentfactory.tinker.samplers import Samplers
 from agentfactory.tinker.service import Base, Service
-from agentfactory.tinker.training import Trainer
+from agentfactory.tinker.training import ALPHA, Trainer
+from agentfactory.trainers.config import LossConfig
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.sync.backends import ADAPTER_ROUTES
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, canary_rows
@@ -34,13 +35,13 @@ from agentfactory.trainers.update.learner import Learner
 
 def prepared(recipe: Recipe) -> Recipe:
     """Return the recipe with what its server needs. Raises SettingError if it cannot be served."""
-    lora, server, fix = recipe.model.lora, recipe.server, "remove it: clients decide on their adapters"
+    lora, server = recipe.model.lora, recipe.server
     if lora is None:
         told = "set model.lora.rank to the largest that clients may ask for, such as 32"
         raise SettingError("model.lora", "missing, and models are adapters here", told)
-    for field, value in {"alpha": lora.alpha, "from": lora.from_, "trainable_tokens": lora.trainable_tokens}.items():
-        if value is not None:
-            raise SettingError(f"model.lora.{field}", f"got {value!r}", fix)
+    for field, value in lora.model_dump(by_alias=True, exclude={"rank", "quantization"}, exclude_defaults=True).items():
+        fix = f"remove it: clients choose rank and modules, and alpha is {ALPHA}"
+        raise SettingError(f"model.lora.{field}", f"got {value!r}", fix)
     if server.engine == "sglang":
         raise SettingError("server.engine", "got 'sglang', which serves no adapters here", "use embedded or vllm")
     if server.urls:
@@ -85,7 +86,9 @@ async def serve(
 
 async def _answer(application: web.Application, listener: socket.socket) -> web.AppRunner:
     log_few(logging.getLogger("aiohttp.server"))
-    runner = web.AppRunner(application, access_log=None, keepalive_timeout=HEADER_SECONDS, auto_decompress=False)
+    runner = web.AppRunner(
+        application, access_log=None, keepalive_timeout=HEADER_SECONDS, auto_decompress=False, shutdown_timeout=2
+    )
     await runner.setup()
     assert runner.server is not None
     admit = partial(ConnectionLimit(most_connections()).admit, runner.server)
@@ -99,8 +102,11 @@ def _make(recipe: Recipe, url: str, client: InferenceClient, home: Path, key: st
     assert lora is not None
     # the Learner's own adapter stays as it begins: without effect
     small = model.model_copy(update={"lora": lora.model_copy(update={"rank": 1})})
-    learner = Learner(own := recipe.model_copy(update={"model": small}), make_accelerator(own))
-    server, tokenizer = ServerControl(url, recipe.server.api_key_env), load_tokenizer(model.path)
+    # losses are the clients': no critic, reference or teacher
+    train = recipe.train.model_copy(update={"algorithm": "sft", "loss": LossConfig()})
+    own = recipe.model_copy(update={"model": small, "train": train, "teacher": None})
+    learner, tokenizer = Learner(own, make_accelerator(own)), load_tokenizer(model.path)
+    server = ServerControl(url, recipe.server.api_key_env)
     server.require(ADAPTER_ROUTES)
     ordinary = [token for token in range(len(tokenizer)) if token not in {*tokenizer.all_special_ids}]
     longest = recipe.server.max_model_len

@@ -232,7 +232,7 @@ class Service:
                 save = partial(self._checkpoints.save, model, self._trainer, WEIGHTS_KIND, "unsaved", overwrite=True)
                 try:
                     told.append(f"saved {(await self._compute(save)).path}")
-                except (RequestError, OSError) as error:
+                except Exception as error:  # boundary: a model that cannot be saved must not lose the others
                     told.append(f"{model.steps - model.saved} steps of {name} are lost: {error}")
                     model.saved = model.steps
         return told
@@ -296,9 +296,8 @@ class Service:
         try:
             await self._compute(self._checkpoints.begin, model, metadata)
             # servers refuse adapters of some modules, as vLLM does those of a few heads
-            saved = await self._compute(self._checkpoints.save, model, self._trainer, SAMPLER_KIND, "_new")
-            await self._samplers.prove(saved)
-            await self._forget(saved)
+            new = self._compute(self._checkpoints.save, model, self._trainer, SAMPLER_KIND, "_new")
+            await self._forget(await self._proven(new))
             self._keep_session(model_id.partition(":")[0])
         except BaseException:
             await self._compute(self._trainer.drop, model)
@@ -340,6 +339,16 @@ class Service:
         save = partial(self._checkpoints.save, model, self._trainer, kind, name)
         return self._compute(save, body.ttl_seconds, body.user_metadata, body.overwrite)
 
+    async def _proven(self, saving: Awaitable[Saved]) -> Saved:
+        """Return a snapshot once the server has proven it; remove one that it does not take."""
+        saved = await saving
+        try:
+            await self._samplers.prove(saved)
+        except BaseException:
+            await asyncio.to_thread(remove, saved.folder)
+            raise
+        return saved
+
     async def save_weights(self, model: Model, body: bodies.SaveWeights) -> Answer:
         saved = await self._save(model, WEIGHTS_KIND, body.path or f"{body.seq_id:06d}", body)
         return {"type": "save_weights", "path": saved.path}
@@ -371,12 +380,7 @@ class Service:
         session = f"{body.model_id.partition(':')[0]}:sample:{number}"
         if number is not None and session in self._sampling:
             raise RequestError(f"sampling_session_seq_id: {number} is another sampler's; count them")
-        saved = await self._save(model, SAMPLER_KIND, name, body)
-        try:
-            await self._samplers.prove(saved)
-        except BaseException:
-            await asyncio.to_thread(remove, saved.folder)
-            raise
+        saved = await self._proven(self._save(model, SAMPLER_KIND, name, body))
         if number is None:
             return {"type": "save_weights_for_sampler", "path": saved.path}
         self._add_sampler(session, saved)
@@ -386,9 +390,8 @@ class Service:
 
     def _add_sampler(self, name: str, saved: Saved | None) -> None:
         self._keep_session(name.partition(":")[0])
-        if (other := self._sampling.setdefault(name, saved)) is not saved and (
-            other is None or saved is None or other.path != saved.path
-        ):
+        other = self._sampling.setdefault(name, saved)
+        if getattr(other, "path", None) != getattr(saved, "path", None):
             raise RequestError(f"sampling_session_seq_id: {name} is another sampler's; count them")
         self._seen[name] = time.monotonic()
 
@@ -404,8 +407,7 @@ class Service:
 
     def _sampler(self, name: str) -> Saved | None:
         if name not in self._sampling:
-            told = f"sampling_session_id: {name!r:.120} is not here, or was unused for long; save again"
-            raise RequestError(told, 404)
+            raise RequestError(f"sampling_session_id: {name!r:.120} is gone, or was unused for long; save again", 404)
         self._seen[name] = time.monotonic()
         return self._sampling[name]
 

@@ -67,7 +67,7 @@ class Trainer:
         torch.manual_seed(random.randrange(2**31) if config.seed is None else config.seed % 2**63)
         with warnings.catch_warnings():
             # a tied head gets its own factors, which is what train_unembed means
-            warnings.simplefilter("ignore", UserWarning)
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             self._peft.add_adapter(name, adapter)
         self._thaw()
         trained = lora.trained_weights(self._peft, name)
@@ -154,8 +154,8 @@ class Trainer:
                 model.fault = None
                 fix = "its gradients are dropped: send all passes of this step again"
                 raise RequestError(f"no step was made, because a pass before it failed ({fault}); {fix}")
-            most, whose = settings.grad_clip_norm or float("inf"), "model"
-            norm = clip_gradients(self._learner.accelerator, model.weights.values(), most, whose)
+            most = settings.grad_clip_norm or math.inf
+            norm = clip_gradients(self._learner.accelerator, model.weights.values(), most, whose="model")
             for group in model.optimizer.param_groups:
                 group.update(lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps)
                 group["weight_decay"] = settings.weight_decay

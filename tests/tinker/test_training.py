@@ -57,14 +57,10 @@ def result_of(answer: bytes) -> tuple[float, list[np.ndarray]]:
     return told.metrics["loss:sum"], [part.reshape(-1, *shape) for part in parts]
 
 
-def make_trainer(recipe: Any) -> Trainer:
-    canary = Canary([], canary_rows(range(VOCABULARY), 20), "float32")
-    return Trainer(Learner(recipe, on_cpu()), canary, largest_rank=8)
-
-
 @pytest.fixture(scope="module", params=["padded", "packed", "tree"])
 def trainer(request: pytest.FixtureRequest, make_recipe: Make) -> Trainer:  # noqa: F811
-    return make_trainer(make_recipe(lora={"rank": 1}, batching=request.param, token_budget=40))
+    learner = Learner(make_recipe(lora={"rank": 1}, batching=request.param, token_budget=40), on_cpu())
+    return Trainer(learner, Canary([], canary_rows(range(VOCABULARY), 20), "float32"), largest_rank=8)
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""Cut connections and killed processes: no request is lost or done twice, and a saved state goes on bit-equal."""
+"""Cut connections and killed processes: no request is lost or repeated, and a saved state is resumed bit for bit."""
 
 from pathlib import Path
 

@@ -70,9 +70,9 @@ def missing_from(python: str | None, engine: str = "vllm") -> str | None:
     return next(iter(told[1:]), None)
 
 
-def ready_url(log: Sequence[str], *marks: str) -> str | None:
-    """Return the server's URL from its log; None until it answers, or has logged one of `marks` before the URL."""
-    begins = tuple(f"{mark} http" for mark in ("ready", *marks))
+def ready_url(log: Sequence[str], early: bool = False) -> str | None:
+    """Return the server's URL from its log; None until it answers, or if `early`, until it listens."""
+    begins = ("ready http", "listening http") if early else "ready http"
     return next((line.split()[1] for line in log if line.startswith(begins)), None)
 
 

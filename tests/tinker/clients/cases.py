@@ -1,4 +1,4 @@
-"""What the programs of this folder share: data, a step, and cases by name, whose results go out as one line of JSON."""
+"""Shared parts of the client programs: data, a step, and named cases, whose results are printed as a line of JSON."""
 
 import json
 import traceback
