@@ -141,11 +141,16 @@ def main() -> None:
         return
     python = os.environ.get("AGENTFACTORY_TINKER_PYTHON") or str(Path(".venv-tinker/bin/python").absolute())
     repetitions = 5 if options.quick else 15
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
     from update import make_model
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder / "model", VOCABULARY)
+        # the proof draws from its words
+        words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w1"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(folder / "model")
         recipe: dict[str, Any] = {"path": str(folder / "model"), "dtype": "float32", "lora": {"rank": RANK}}
         server = {"engine": "embedded", "max_model_len": 512, "max_num_seqs": REQUESTS}
         whole = {"model": recipe, "server": server, "output": str(folder / "out")}
