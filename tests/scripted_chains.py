@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.simulated_user import open_users
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
@@ -137,10 +138,11 @@ async def scripted_chains(
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
         Rewards(recipe.rewards, folder) as rewards,
+        open_users(recipe.rollout.user, folder) as users,
     ):
         if isinstance(agent, ClientAgent):
             async with agent, agent.gateway() as gateway:
                 runner = GatewayRunner(recipe, used, client, toolset, rewards, agent, gateway)
                 yield Scripted(runner, server, tokenizer)
         else:
-            yield Scripted(ChainRunner(recipe, used, client, toolset, rewards, agent), server, tokenizer)
+            yield Scripted(ChainRunner(recipe, used, client, toolset, rewards, agent, users), server, tokenizer)

@@ -218,7 +218,7 @@ def _lengths(recipe: Recipe, model: str, before: Lengths | None) -> Lengths:
         for task in rows
     ]
     tools = len(recipe.tools) + len(recipe.mcp_servers)
-    turns_ = (1 + rollout.max_turns) / 2 if tools or rollout.agent else 1.0
+    turns_ = (1 + rollout.max_turns) / 2 if tools or rollout.agent or rollout.user else 1.0
     prompt = (count(texts) if texts else rollout.max_total_tokens / 4) + 2 * _MARKS + tools * _TOOL_TOKENS
     sampled = min(turns_ * rollout.max_tokens / 3, max(1.0, rollout.max_total_tokens - prompt))
     source = "a third of rollout.max_tokens, half of rollout.max_turns; `agentfactory doctor --sample` measures them"

@@ -240,6 +240,10 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+    if recipe.rollout.user is not None:
+        from agentfactory.rollout.chains.simulated_user import Users
+
+        Users(recipe.rollout.user, Path.cwd()).check_rows(tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
         from agentfactory.rollout.groups.teacher_context import check_answers
 

@@ -115,6 +115,10 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards(recipe.rewards, Path.cwd())
+    if recipe.rollout.user is not None:
+        from agentfactory.rollout.chains.simulated_user import Users
+
+        Users(recipe.rollout.user, Path.cwd())
     context = recipe.teacher.context if recipe.teacher is not None else None
     if context is not None and ".py:" in context:
         from agentfactory.rollout.groups.teacher_context import load_context
@@ -160,9 +164,10 @@ def _may_report_reward(recipe: Recipe) -> bool:
 
 
 def may_open_chains(recipe: Recipe) -> bool:
-    """Return whether an environment may give a chain's first text; external servers may be environments."""
+    """Return whether an environment, or a simulated user, may give a chain's first text; external servers may be
+    environments."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
-    return is_external or any(True for _ in _environments(recipe))
+    return is_external or recipe.rollout.user is not None or any(True for _ in _environments(recipe))
 
 
 def _shown(reference: str) -> str:

@@ -218,10 +218,12 @@ def _override_entry(composed: Composed, above: str, keys: list[str], value: Any)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make the paths in every known field of `data` absolute, relative to `base`, and expand `agent: NAME`."""
+    """Make the paths in every known field of `data` absolute, relative to `base`, and expand `agent: NAME` and
+    `user: NAME`."""
     rollout = data.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("agent"), str):
-        rollout["agent"] = {"name": rollout["agent"]}
+    for who in ("agent", "user"):
+        if isinstance(rollout, dict) and isinstance(rollout.get(who), str):
+            rollout[who] = {"name": rollout[who]}
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
     _anchor_servers(data, base)
@@ -280,6 +282,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rollout.agent.options.workspace": _absolute,
     "rollout.agent.options.files": _absolute,
     "rollout.agent.options.readable.*": _absolute,
+    "rollout.user.name": _reference,
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,
     "train.loss.policy": _reference,
@@ -303,6 +306,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
 }
 _OF_A_SOURCE = {
     "agent": _reference,
+    "user": _reference,
     **{
         name.removeprefix("data.").removeprefix("rollout."): convert
         for name, convert in _PATH_FIELDS.items()

@@ -42,6 +42,9 @@ class ReplayCheck(Check):
         if any(config.reward in MODELS for config in opened.recipe.rewards):
             self._why_not = "a judge would be asked again, for money"
             return
+        if opened.recipe.rollout.user is not None:
+            self._why_not = "a simulated user would speak again"
+            return
         for chain in self.some_of(seen, MOST_CHAINS):
             if chain.reward is None:
                 continue

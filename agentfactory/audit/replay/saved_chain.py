@@ -60,6 +60,9 @@ def _check(chain: Trajectory, recipe: Recipe) -> None:
     if recipe.rollout.agent is not None:
         problem = f"{chain.id} was played by an agent with its own loop, which cannot be stopped at a turn"
         raise SettingError("CHAIN", problem, "name a run without rollout.agent")
+    if recipe.rollout.user is not None:
+        problem = f"{chain.id} had a simulated user, who would speak again"
+        raise SettingError("CHAIN", problem, "name a run without rollout.user")
     if recipe.rollout.context.policy == "summarize":
         raise SettingError("CHAIN", f"{chain.id} has summaries, which are sampled again", "name a run without them")
     if not chain.turns:

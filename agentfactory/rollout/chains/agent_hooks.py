@@ -183,6 +183,7 @@ def check_own_loop(config: RolloutConfig, native: bool) -> None:
     own = "but an agent with its own loop writes its messages itself"
     for name, value, nothing in (
         ("system_prompt", config.system_prompt, None),
+        ("user", config.user and config.user.name, None),
         ("assistant_prefix", config.assistant_prefix, ""),
         ("context.policy", config.context.policy, "keep"),
         ("context.keep_images", config.context.keep_images, None),

@@ -1,6 +1,7 @@
 """Runners, which run chains from start to reward, limit their concurrency and record their outcomes."""
 
 import asyncio
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -12,16 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
+from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, Message, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.chain_counts import COUNTS
+from agentfactory.rollout.chains.chat_endpoint import ChatAnswer
 from agentfactory.rollout.chains.concurrency import Places
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.chains.simulated_user import BeginUser, Policy, UserError, Users
 from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -58,6 +61,7 @@ QUIET_SECONDS = 10.0
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,
     StopReason.FINISH: Outcome.COMPLETED,
+    StopReason.USER_DONE: Outcome.COMPLETED,
     StopReason.MAX_TURNS: Outcome.MAX_TURNS,
     StopReason.MAX_TOKENS: Outcome.MAX_TOKENS,
     StopReason.CONTEXT_OVERFLOW: Outcome.CONTEXT_OVERFLOW,
@@ -116,12 +120,15 @@ class ChainWatch:
         self._outcomes = ChainOutcomes(config, source)
         self.verdicts = FirstVerdicts(config.group_size, tasks, source=source)
         fix = "correct the agent (rollout.agent); its own output is in the log"
-        self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)
+        self._others = [FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)]
+        fix = "correct the simulated user (rollout.user), or start its model"
+        self._others.append(FirstVerdicts(config.group_size, tasks, Outcome.USER_ERROR, fix, source))
 
     def note(self, chain: Trajectory, task: Task) -> None:
         self._outcomes.note(chain)
         self.verdicts.note(chain, task)
-        self._agents.note(chain, task)
+        for verdicts in self._others:
+            verdicts.note(chain, task)
 
 
 Grade = Callable[[Trajectory], Awaitable[int]]
@@ -153,7 +160,11 @@ class Runner(ABC):
         toolset: Toolset,
         rewards: Rewards,
         client: InferenceClient | None = None,
+        users: Users | None = None,
     ):
+        if users is not None:
+            users.tools = toolset.give_to_user(users.config.tools)
+        self.users = users
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         self.task_images = TaskImages(recipe, images)
         specs = self.task_images.describe(toolset.specs)
@@ -167,6 +178,11 @@ class Runner(ABC):
     @abstractmethod
     def player(self, episode: Episode) -> Player:
         """Return the player of an episode."""
+
+    def begin_user(self, episode: Episode, policy: Policy | None = None) -> BeginUser | None:
+        """Return the function that begins the chain's simulated user; None without one."""
+        users = self.users
+        return None if users is None else lambda session: users.begin(episode, session, policy)
 
     def begun(self, episode: Episode) -> AbstractAsyncContextManager[None]:
         """Return a context manager that waits until the chain may start, which starts its time limit, and holds the
@@ -219,12 +235,15 @@ class Runner(ABC):
         """Raise SettingError or ToolInfrastructureError for what would fail chains of these rows of `section`: a
         missing field, or an environment that cannot be created or reset with the first one."""
         self.rewards.check_rows(tasks, section)
+        if self.users is not None:
+            self.users.check_rows(tasks, section)
         reports = (agent := self.setup.config.agent) is not None and agent.reports
         self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
         await self.task_images.check(tasks, section, self.rewards.takes)
         tell_null_fields(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         tell_null_arguments(tasks, section, self.setup.specs)
-        tell_unread_fields(tasks, section, lambda name: self.rewards.takes(name) or self.toolset.takes(name))
+        readers = (self.rewards.takes, self.toolset.takes, *([] if self.users is None else [self.users.takes]))
+        tell_unread_fields(tasks, section, lambda name: any(takes(name) for takes in readers))
         if not self.toolset.environments:
             tell_answered_rows(tasks, section)
         first = self.for_tools(await self.take(tasks[0], section, 1))
@@ -311,7 +330,7 @@ class Runner(ABC):
                 trajectory.outcome = Outcome.TIMEOUT
                 cut = _activity_at(episode, timer.when() or limit.until)
                 trajectory.error = f"the chain took longer than {limit.setting}{cut}"
-            except (InferenceError, ToolInfrastructureError, AgentFailed) as error:
+            except (InferenceError, ToolInfrastructureError, AgentFailed, UserError) as error:
                 self._fail(trajectory, error)
             if session.anchored and not trajectory.anchors:
                 trajectory.anchors = [None] * trajectory.turns
@@ -345,6 +364,8 @@ class Runner(ABC):
                 trajectory.outcome = Outcome.INFERENCE_ERROR
             case AgentFailed():
                 trajectory.outcome = Outcome.AGENT_ERROR
+            case UserError():
+                trajectory.outcome = Outcome.USER_ERROR
             case EnvironmentRewardError():
                 trajectory.outcome = Outcome.REWARD_ERROR
             case _:
@@ -365,7 +386,7 @@ async def _reward_of(session: ToolSession, trajectory: Trajectory, limit: Deadli
 def _activity_at(episode: Episode, moment: float) -> str:
     """Describe the tool call or the request that was cut at this time of `time.monotonic()`, if there was one."""
     found = episode.timeline.running_at(moment)
-    names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model"}
+    names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model", Activity.USER: "the user"}
     if found is not None and (stretch := found[0]).activity in names:
         return f"; {names[stretch.activity].format(stretch.name)} had run for {found[1]:.1f} s then"
     own_loop = episode.setup.config.agent is not None
@@ -383,8 +404,9 @@ class ChainRunner(Runner):
         toolset: Toolset,
         rewards: Rewards,
         agent: AgentHooks | None = None,
+        users: Users | None = None,
     ):
-        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards, client)
+        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards, client, users)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises if the prefix does not suit the template
         self.renderer = renderer
         self.client = client
@@ -399,8 +421,9 @@ class ChainRunner(Runner):
     def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
         """Raise SettingError if no prompt without images fits into rollout.max_total_tokens; warn if some do not."""
         check_lengths(tasks, self.setup.config, section)
-        # an environment, a system prompt or a user's own hooks may give the task
-        if not self.toolset.environments and not self.setup.config.system_prompt and type(self.agent) is AgentHooks:
+        # an environment, a system prompt, a simulated user or a user's own hooks may give the task
+        config, plain = self.setup.config, type(self.agent) is AgentHooks
+        if not self.toolset.environments and not config.system_prompt and config.user is None and plain:
             check_texts(tasks, section)
         most, specs = self.setup.config.max_total_tokens, self.setup.specs
         rows = [number for number, task in enumerate(tasks) if not images_of_row(task)]
@@ -425,4 +448,18 @@ class ChainRunner(Runner):
         notify(logger, f"long prompts of {section}", f"{text}, such as row {rows[-1] + 1}", times=0)
 
     def player(self, episode: Episode) -> Player:
-        return ToolLoop(episode, PolicyTurns(episode, self.renderer, self.sampler, self.agent))
+        turns = PolicyTurns(episode, self.renderer, self.sampler, self.agent)
+        return ToolLoop(episode, turns, self.begin_user(episode, self._policy(episode)))
+
+    def _policy(self, episode: Episode) -> Policy:
+        requests = itertools.count()
+
+        async def answer(messages: list[Message], temperature: float, most: int) -> ChatAnswer:
+            # a seed of its own, or it would repeat the agent's choices
+            sampling = replace(episode.sampling, temperature=temperature, seed=f"{episode.sampling.seed}/user")
+            ids = self.renderer.open(messages, [])
+            completion = await self.sampler.sample(ids, sampling, next(requests), most)
+            message, sampled = self.renderer.parse_text(completion.token_ids).message, len(completion.token_ids)
+            return ChatAnswer(message, completion.cut, sampled, len(ids) + sampled)
+
+        return answer

@@ -15,6 +15,7 @@ from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint, ChatEndpointError
 from agentfactory.rollout.chains.context import Context
 from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.simulated_user import Users, open_users
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, TextOnly
@@ -139,6 +140,7 @@ class ChatRunner(Runner):
         rewards: Rewards,
         base: Path = Path(),
         images: Path | None = None,
+        users: Users | None = None,
     ):
         rollout, cut = recipe.rollout, None
         if recipe.limits.result_tokens is not None:
@@ -146,10 +148,10 @@ class ChatRunner(Runner):
             cut = load_renderer(recipe.model, rollout.parser, tools=False, base=base).cut
         self.endpoint = endpoint
         self.parser = NativeParser() if rollout.parser == AUTO else load_parser(rollout.parser, base)
-        super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), cut, toolset, rewards)
+        super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), cut, toolset, rewards, users=users)
 
     def player(self, episode: Episode) -> ToolLoop:
-        return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser))
+        return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser), self.begin_user(episode))
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:
@@ -183,9 +185,10 @@ async def open_chat_runner(
         Rewards(recipe.rewards, base) as rewards,
         ChatEndpoint(url, model, server.api_key_env, server.retry_seconds, recipe.eval.request) as endpoint,
         open_toolset(recipe, base) as toolset,
+        open_users(recipe.rollout.user, base) as users,
     ):
         await endpoint.check_routes()
-        runner = ChatRunner(recipe, endpoint, toolset, rewards, base, images)
+        runner = ChatRunner(recipe, endpoint, toolset, rewards, base, images, users)
         temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
         await endpoint.try_out(toolset.specs if runner.parser.native else [], temperatures)
         yield runner

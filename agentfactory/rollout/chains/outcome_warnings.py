@@ -24,6 +24,7 @@ FIXES = {
     Outcome.INFERENCE_ERROR: "look at logs/server.log",
     Outcome.REWARD_ERROR: "repair the reward, and try it with `agentfactory tools check RECIPE`",
     Outcome.AGENT_ERROR: "repair the agent; its own output is in the log",
+    Outcome.USER_ERROR: "repair the simulated user (rollout.user), or its model's server",
     Outcome.CANCELLED: "raise rollout.max_staleness, or make chains shorter: the longest are cancelled",
 }
 """Fixes of outcomes, also for the audit of a saved run."""

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentfactory.base.messages import Message
+from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.chains.context import Context
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening_prompt import opening_messages
+from agentfactory.rollout.chains.simulated_user import BeginUser, User
 from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import StopReason
@@ -39,11 +40,14 @@ class Turns(Protocol):
 
 
 class ToolLoop:
-    """A player that runs the chain's tool calls itself."""
+    """A player that runs the chain's tool calls itself. `begin_user` returns the chain's simulated user, who answers
+    turns without calls; None: they end the chain."""
 
-    def __init__(self, episode: Episode, turns: Turns) -> None:
+    def __init__(self, episode: Episode, turns: Turns, begin_user: BeginUser | None = None) -> None:
         self.episode = episode
         self.turns = turns
+        self._begin_user = begin_user
+        self.user: User | None = None
 
     async def play(self, session: ToolSession) -> StopReason:
         """Take turns until the chain ends, and return the reason."""
@@ -56,8 +60,16 @@ class ToolLoop:
         if session.opening:
             first = episode.limits.settle_message({"role": "user", "content": session.opening})
             messages += await setup.images.take_messages([first])
-        self.turns.begin(list(messages))
-        return await self.act(session)
+        if self._begin_user is None:
+            self.turns.begin(list(messages))
+            return await self.act(session)
+        self.user = self._begin_user(session)
+        try:
+            messages += (await self.user.speak(None))[0]
+            self.turns.begin(list(messages))
+            return await self.act(session)
+        finally:
+            await self.user.leave()
 
     async def act(self, session: ToolSession) -> StopReason:
         """Take turns, starting from the last messages, until the chain ends, and return the reason."""
@@ -71,8 +83,11 @@ class ToolLoop:
             parsed, ending = turn.parsed, None
             episode.counts["truncated_turns"] += turn.cut
             if parsed.error is None and not parsed.calls:
-                return StopReason.MAX_TOKENS if turn.cut else StopReason.ANSWER
-            if parsed.error is not None:
+                if turn.cut or self.user is None:
+                    return StopReason.MAX_TOKENS if turn.cut else StopReason.ANSWER
+                answers, over = await self.user.speak(text_of(parsed.message.get("content") or ""))
+                ending = StopReason.USER_DONE if over else None
+            elif parsed.error is not None:
                 error = parsed.error
                 if turn.cut:
                     error += f" The message was cut at {turn.tokens} tokens: write a shorter one."

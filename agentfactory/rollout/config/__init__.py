@@ -6,6 +6,7 @@ from agentfactory.rollout.config.chains import ContextConfig as ContextConfig
 from agentfactory.rollout.config.chains import OutsideOptions as OutsideOptions
 from agentfactory.rollout.config.chains import ProgramOptions as ProgramOptions
 from agentfactory.rollout.config.chains import RewardConfig as RewardConfig
+from agentfactory.rollout.config.chains import UserConfig as UserConfig
 from agentfactory.rollout.config.data import CurriculumConfig as CurriculumConfig
 from agentfactory.rollout.config.data import DataConfig as DataConfig
 from agentfactory.rollout.config.data import TaskSource as TaskSource

@@ -54,6 +54,21 @@ class RewardConfig(Section):
     """Additional keyword arguments; they take precedence over fields of the data."""
 
 
+class UserConfig(Section):
+    """A simulated user, who speaks between the agent's turns until the conversation is over. The user's messages are
+    context, which is not trained."""
+
+    name: str
+    """`model`: a language model with a prompt of its own. Or `FILE.py:NAME` of a generator function, async or not, or
+    of a class whose instances are called as one: it yields the user's messages, and gets the agent's answer to each."""
+    options: dict[str, Any] = {}
+    """Options of the model, or additional keyword arguments of NAME."""
+    tools: list[str] = []
+    """Tools of the recipe that the user calls, and the agent does not get."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Time limit for one message of the user; a chain that exceeds it ends as user_error."""
+
+
 class ProgramOptions(Section):
     """Options of `rollout.agent.command`, which runs a program as the agent."""
 
@@ -170,6 +185,8 @@ class ChainConfig(Section):
     auto: keep if the template, or TRL's training variant of it, does; otherwise template."""
     agent: AgentConfig | None = None
     """The agent that runs the chains. Null: the built-in one, which calls the recipe's tools."""
+    user: UserConfig | None = None
+    """A simulated user. Null: a chain ends with the agent's first turn without a tool call."""
     assistant_prefix: str = ""
     """Text that starts each assistant turn, such as `<think>`. It is context and is not trained. Summaries of
     rollout.context do not get it."""
@@ -186,10 +203,10 @@ class ChainConfig(Section):
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Time limit of one chain, from its reset to its last turn; scoring may take the same time in addition."""
 
-    @field_validator("agent", mode="before")
+    @field_validator("agent", "user", mode="before")
     @classmethod
-    def _name_alone(cls, agent: Any) -> Any:
-        return {"name": agent} if isinstance(agent, str) else agent
+    def _name_alone(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
 
     @field_serializer("agent", mode="wrap")
     def _as_name(self, agent: AgentConfig | None, plain: SerializerFunctionWrapHandler) -> Any:

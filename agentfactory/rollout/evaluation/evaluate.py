@@ -19,6 +19,7 @@ from agentfactory.rollout.chains.chain_counts import follow_server
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.simulated_user import open_users
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
@@ -115,6 +116,7 @@ async def _open_chains(
     rollout = recipe.rollout
     async with (
         rewards or Rewards(recipe.rewards, base) as used,
+        open_users(rollout.user, base) as users,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         # chains with tools need more template probes; an agent may bring its own tools
@@ -133,7 +135,7 @@ async def _open_chains(
             async with acting, acting.gateway() as gateway:
                 yield kind(recipe, renderer, client, toolset, used, acting, gateway)
         else:
-            yield ChainRunner(recipe, renderer, client, toolset, used, acting)
+            yield ChainRunner(recipe, renderer, client, toolset, used, acting, users)
 
 
 @asynccontextmanager

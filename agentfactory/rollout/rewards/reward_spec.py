@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from pydantic import ValidationError
-
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, own_copy
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.user_code.loading import load_for
-from agentfactory.base.user_code.watch import announced
+from agentfactory.base.user_code.options import check_options, instantiate, takes_row
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.trajectory import Trajectory
@@ -39,6 +37,7 @@ PREBUILT = {
 
 OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images", "model_view", "workspace")
 GROUP_OFFERED = ("predictions", "trajectories")
+_FROM_CHAIN = (*OFFERED, *GROUP_OFFERED)
 
 
 class RewardError(Exception):
@@ -75,7 +74,7 @@ class RewardSpec:
         """Call the function on copies of arguments. Raise RewardError if it raises, or exceeds its time or `limit`."""
         rest = {**task, **self.options}
         given = {**rest, **offered}
-        names = {*self.parameters, *(rest.keys() - offered if _takes_row(self.parameters) else ())}
+        names = {*self.parameters, *(rest.keys() - offered if takes_row(self.parameters) else ())}
         wanted = {name: value for name, value in given.items() if name in names}
         own = Deadline.after(self.timeout_seconds, f"{self.label}.timeout_seconds")
         first = own if limit is None or own.until < limit.until else limit
@@ -124,45 +123,10 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
     options = config.options
     if inspect.isclass(given):
-        given, options = _instance(given, options, label, name), {}
+        given, options = instantiate(given, options, label, name, _FROM_CHAIN), {}
     parameters = parameters_of(given, name)
-    _check_options(options, parameters, label, name)
+    check_options(options, parameters, label, name, _FROM_CHAIN)
     return RewardSpec(label, name, given, parameters, config.weight, config.timeout_seconds, options)
-
-
-def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) -> Any:
-    known = inspect.signature(given).parameters
-    _check_options(options, known, label, name)
-    try:
-        with announced(f"creating {name} of {label}"):
-            return given(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if isinstance(cause := first.get("ctx", {}).get("error"), SettingError):
-            raise cause.at(label) from error
-        place = ".".join(map(str, (label, "options", *first["loc"])))
-        got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
-        problem = got + first["msg"].removeprefix("Value error, ")
-        raise SettingError(place, problem, f"correct it; the options of {name} are {', '.join(known)}") from error
-    except Exception as error:  # boundary: user code
-        problem = f"{name} could not be created: {type(error).__name__}: {error}"
-        raise SettingError(f"{label}.options", problem, f"its options are {', '.join(known) or 'none'}") from error
-
-
-def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
-    from_chain = (*OFFERED, *GROUP_OFFERED)
-    for option in options:
-        place = f"{label}.options.{option}"
-        if option in from_chain:
-            fix = "remove it, or give the parameter another name"
-            raise SettingError(place, f"{name} gets {option!r} from the chain", fix)
-        if option not in known and not _takes_row(known):
-            takes = ", ".join(parameter for parameter in known if parameter not in from_chain)
-            raise SettingError(place, f"{name} has no such option", f"use one of {takes or 'none'}")
-
-
-def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 async def run(function: Callable[[], Any]) -> Any:

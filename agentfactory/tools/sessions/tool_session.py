@@ -74,7 +74,9 @@ class _Share:
 class ToolSession:
     """One chain's access to tools. `opening`: what resets return; `left_out`: bytes cut from it, by environment."""
 
-    def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
+    def __init__(
+        self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route], of_user: Mapping[str, Route]
+    ) -> None:
         self.opening: Content | None = None
         self.left_out: dict[str, int] = {}
         self.waits: list[tuple[str, float, float]] = []
@@ -82,6 +84,7 @@ class ToolSession:
         self._key = key
         self._servers = servers
         self._routes = routes
+        self._of_user = of_user
         self._shares: dict[str, _Share] = {}
 
     @property
@@ -97,10 +100,11 @@ class ToolSession:
             return None
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
-    async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call within a time limit. The model's errors are results. Raises ToolInfrastructureError."""
+    async def call(self, call: ToolCall, timeout_seconds: float | None = None, by_user: bool = False) -> ToolResult:
+        """Make one call within a time limit: the agent's, or (`by_user`) the simulated user's. The caller's errors are
+        results. Raises ToolInfrastructureError."""
         started = time.perf_counter()
-        route = self._routes.get(call.name)
+        route = (self._of_user if by_user else self._routes).get(call.name)
         if route is None:
             known = f"The tools are: {', '.join(self._routes)}." if self._routes else "There are no tools."
             return _refusal(f"There is no tool {call.name!r}. {known}", CallError.UNKNOWN_TOOL, started)

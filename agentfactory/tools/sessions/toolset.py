@@ -76,6 +76,8 @@ class Toolset:
     def __init__(self, servers: Sequence[ToolServer]) -> None:
         self._servers = servers
         self._routes: dict[str, Route] = {}
+        self._of_user: dict[str, Route] = {}
+        """Tools that the agent does not get."""
         self._closings: set[asyncio.Task[None]] = set()
         self.specs: list[ToolSpec] = []
         for server in servers:
@@ -96,6 +98,17 @@ class Toolset:
                 text = f"tool server {server.name}: calls are not checked against unusable parts of schemas, which "
                 text += f"models see unchanged: {', '.join(parts[:_NAMED_PARTS])}{more}"
                 notify(logger, f"schemas of {server.name}", text)
+
+    def give_to_user(self, names: Sequence[str]) -> list[ToolSpec]:
+        """Take tools from the agent, and return them, for the simulated user. Raise SettingError for unknown names."""
+        for number, name in enumerate(names):
+            if name not in self._routes:
+                fix = f"use some of {', '.join(self._routes) or 'none'}"
+                raise SettingError(f"rollout.user.tools.{number}", f"there is no tool {name!r}", fix)
+            self._of_user[name] = self._routes.pop(name)
+        given = [spec for spec in self.specs if spec.name in names]
+        self.specs = [spec for spec in self.specs if spec.name not in names]
+        return given
 
     @property
     def environments(self) -> list[str]:
@@ -160,7 +173,7 @@ class Toolset:
         self, key: str, task: dict[str, Any], limit: Deadline | None = None
     ) -> "AsyncIterator[ToolSession]":
         """Open a session for `key`, with environments reset within `limit`. Raises ToolInfrastructureError."""
-        session = ToolSession(key, self._servers, self._routes)
+        session = ToolSession(key, self._servers, self._routes, self._of_user)
         try:
             await session.begin(task, limit)
             yield session

@@ -137,7 +137,7 @@ def _messages(saved: dict[str, Any], image: Place, marks: Marks) -> list[dict[st
         role = message.get("role")
         one = {
             "role": role,
-            "name": message.get("name"),
+            "name": message.get("name") or message.get("speaker"),
             "parts": _parts(message.get("content"), number, image, marks),
             "reasoning": message.get("reasoning_content"),
             "calls": [

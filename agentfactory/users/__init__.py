@@ -1,0 +1,1 @@
+"""Simulated users that recipes name: see `agentfactory.rollout.chains.simulated_user`."""

@@ -1,0 +1,191 @@
+"""`rollout.user: model`: a simulated user whose messages a language model writes."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import field
+from string import Formatter
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agentfactory.base.messages import Message, ToolSpec, text_of
+from agentfactory.rollout.chains.chat_endpoint import ChatAnswer, ChatEndpoint
+from agentfactory.rollout.chains.simulated_user import Policy, UserError
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
+from agentfactory.rollout.rewards.text import OPTIONS
+from agentfactory.tools.tool import finish
+
+GUIDELINES = """\
+You play the user in a conversation with an assistant. What you write is sent to the assistant, and you see only what \
+it answers. Your situation:
+
+{situation}
+
+Write one short message at a time, in the user's words, without quotation marks or notes. Say only what your situation \
+says; if the assistant asks for something else, say that you do not know it. Never do the assistant's work. When your \
+wish is fulfilled, or clearly refused, write {done}"""
+GREETING = "Hello! How can I help you?"
+"""The assistant's first words in the user's own context, if the user begins; the agent does not see them."""
+MOST_CALLS = 8
+"""Maximum turns with tool calls before a message."""
+
+
+@dataclass(config=OPTIONS)
+class ModelUser:
+    """A user played by a language model: one at a chat endpoint, or the trained model itself, at its current weights.
+    Its context is its own: a system prompt, and the conversation with the roles exchanged. If a row ends with a user
+    message, such as its `question`, the user has said it; otherwise the user begins."""
+
+    prompt: str
+    """The user's situation and wish, with `{FIELD}` for fields of the row; literal braces must be doubled."""
+    url: str | None = None
+    """Address of an OpenAI-compatible API. Null: the trained model."""
+    model: str | None = None
+    """Name of the model at `url`."""
+    guidelines: str = GUIDELINES
+    """The system prompt, with `{situation}` for the filled prompt and `{done}`."""
+    done: str = "###STOP###"
+    """Text by which the user ends the conversation."""
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    max_tokens: Annotated[int, Field(gt=0)] = 256
+    """Maximum tokens of a message; a longer one is a fault."""
+    api_key_env: str | None = None
+    retry_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """Time for retries if the endpoint does not answer; then the chain ends as user_error."""
+    prices: tuple[float, float] | None = None
+    """Prices of a million tokens read and written, for the metric `user/cost`."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Additional fields of each request."""
+
+    @model_validator(mode="after")
+    def _can_speak(self) -> "ModelUser":
+        if (self.url is None) != (self.model is None):
+            raise ValueError("url and model belong together; set both, or neither for the trained model")
+        for name, text in (("prompt", self.prompt), ("guidelines", self.guidelines)):
+            try:
+                fields = _fields(text)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; double literal braces") from None
+            if name == "guidelines" and not {"situation", "done"} >= set(fields) >= {"situation"}:
+                raise ValueError("guidelines: it must contain {situation}, and may contain {done}")
+        return self
+
+    def __post_init__(self) -> None:
+        self._endpoint: ChatEndpoint | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise ValueError if the row lacks a field of the prompt."""
+        if missing := [name for name in _fields(self.prompt) if name not in row]:
+            raise ValueError(f"fills {{{missing[0]}}} of its prompt from the row, which lacks it")
+
+    async def __call__(
+        self,
+        call: Callable[..., Any],
+        metrics: dict[str, float],
+        policy: Policy | None,
+        tools: Sequence[ToolSpec],
+        **row: Any,
+    ) -> AsyncGenerator[Any, str]:
+        situation = self.prompt.format(**row)
+        messages: list[Message] = [
+            {"role": "system", "content": self.guidelines.format(situation=situation, done=self.done)},
+            {"role": "user", "content": GREETING},
+        ]
+        said: str | None = None
+        if (asked := _last_words(row)) is not None:
+            messages.append({"role": "assistant", "content": asked})
+            said = yield None
+        while True:
+            if said is not None:
+                # an empty turn of the agent is a message, too
+                messages.append({"role": "user", "content": said or "(no answer)"})
+            text = await self._write(messages, call, metrics, policy, tools)
+            words, ended, _ = text.partition(self.done)
+            if ended:
+                if said is None:
+                    raise UserError("the user's model ended the conversation before it began")
+                yield finish(words.strip() or None)
+                return
+            if said is not None and text.strip() == said.strip():
+                raise UserError(f"the user's model repeated the agent's words: {text!r:.200}")
+            said = yield text
+
+    async def _write(
+        self,
+        messages: list[Message],
+        call: Callable[..., Any],
+        metrics: dict[str, float],
+        policy: Policy | None,
+        tools: Sequence[ToolSpec],
+    ) -> str:
+        """Append the user's next message to `messages`, after its tool calls and their results, and return it."""
+        for _ in range(MOST_CALLS):
+            answer = await self._ask(messages, policy, tools)
+            metrics["tokens"] += answer.length or 0
+            if self.prices is not None and answer.length is not None and answer.sampled is not None:
+                read, written = (answer.length - answer.sampled, answer.sampled)
+                metrics["cost"] += (read * self.prices[0] + written * self.prices[1]) / 1e6
+            calls = answer.message.get("tool_calls") or []
+            text = text_of(answer.message.get("content") or "").strip()
+            if answer.cut:
+                raise UserError(f"the user's model wrote more than max_tokens={self.max_tokens}: {text[:200]!r}")
+            messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+            if not calls:
+                if not text:
+                    raise UserError("the user's model wrote nothing")
+                return text
+            for made in calls:
+                try:
+                    arguments = made["function"]["arguments"]
+                    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                    result = await call(made["function"]["name"], **arguments)
+                except (ValueError, TypeError, KeyError) as error:
+                    result = f"Error: {error}"
+                messages.append({"role": "tool", "tool_call_id": made.get("id", ""), "content": result})
+        raise UserError(f"the user's model called tools in {MOST_CALLS} turns in a row, and said nothing")
+
+    async def _ask(self, messages: list[Message], policy: Policy | None, tools: Sequence[ToolSpec]) -> ChatAnswer:
+        if self.url is None:
+            if policy is None or tools:
+                what = "calls tools" if tools else "has no trained model here"
+                raise UserError(f"the simulated user {what}; set rollout.user.options.url and model")
+            return await policy(messages, self.temperature, self.max_tokens)
+        try:
+            endpoint = await self._opened(self.url)
+            return await endpoint.ask(messages, tools, self.temperature, self.max_tokens)
+        except (InferenceError, ServerUnreachableError) as error:
+            raise UserError(f"the user's model: {error}") from error
+
+    async def _opened(self, url: str) -> ChatEndpoint:
+        # notebooks run several event loops in succession
+        if self._endpoint is None or self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._endpoint = ChatEndpoint(url, self.model, self.api_key_env, self.retry_seconds, self.parameters)
+            await self._endpoint.__aenter__()
+        return self._endpoint
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._endpoint is not None:
+            await self._endpoint.__aexit__(None, None, None)
+            self._endpoint = None
+
+
+def _fields(text: str) -> list[str]:
+    """Return the names in braces. Raise ValueError if braces do not match, or for what is not a name."""
+    names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+    for name in names:
+        if not name.isidentifier():
+            raise ValueError(f"{{{name}}} is not the name of a field")
+    return names
+
+
+def _last_words(row: dict[str, Any]) -> str | None:
+    """Return the row's last message if it is the user's."""
+    if "messages" not in row:
+        return str(row["question"])
+    last = row["messages"][-1]
+    return text_of(last["content"]) if last["role"] == "user" else None
