@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentfactory.agent import Agent as Agent
     from agentfactory.base.messages import ToolInfrastructureError as ToolInfrastructureError
+    from agentfactory.launching.agent import Agent as Agent
     from agentfactory.rollout.chains.agent_hooks import Turn as Turn
     from agentfactory.rollout.config import TaskSource as TaskSource
     from agentfactory.rollout.groups.group_files import read_groups as read_groups
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentfactory.tools.tool import tool as tool
 
 _NAMES = {
-    "agentfactory.agent": ("Agent",),
+    "agentfactory.launching.agent": ("Agent",),
     "agentfactory.base.messages": ("ToolInfrastructureError",),
     "agentfactory.rollout.chains.agent_hooks": ("Turn",),
     "agentfactory.rollout.config": ("TaskSource",),

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from agentfactory.agent import Agent
 from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.launching.agent import Agent
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision, view_of, why_no_images
 from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box

@@ -18,6 +18,7 @@ from agentfactory.recipe.code_checks import (
     check_servers,
     check_user_code,
     gives_reward,
+    load_users,
     may_open_chains,
 )
 from agentfactory.recipe.composition import display
@@ -240,10 +241,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
-    if recipe.rollout.user is not None:
-        from agentfactory.rollout.chains.simulated_user import Users
-
-        Users(recipe.rollout.user, Path.cwd()).check_rows(tasks, section)
+    if (users := load_users(recipe)) is not None:
+        users.check_rows(tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
         from agentfactory.rollout.groups.teacher_context import check_answers
 

@@ -115,10 +115,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards(recipe.rewards, Path.cwd())
-    if recipe.rollout.user is not None:
-        from agentfactory.rollout.chains.simulated_user import Users
-
-        Users(recipe.rollout.user, Path.cwd())
+    load_users(recipe)
     context = recipe.teacher.context if recipe.teacher is not None else None
     if context is not None and ".py:" in context:
         from agentfactory.rollout.groups.teacher_context import load_context
@@ -135,6 +132,15 @@ def _load_user_code(recipe: Recipe) -> None:
             if context is not None:
                 problem = f"got {short(context)}, but rollout.agent has its own loop, and writes several prompts"
                 raise SettingError("teacher.context", problem, "remove it, or use the recipe's tools without an agent")
+
+
+def load_users(recipe: Recipe) -> Any:
+    """Load the simulated users of `rollout.user`; None without one."""
+    if recipe.rollout.user is None:
+        return None
+    from agentfactory.rollout.chains.simulated_user import open_users
+
+    return open_users(recipe.rollout.user, Path.cwd())
 
 
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.chains.simulated_user import Users
+from agentfactory.people.users.scripts import Scripts
 from agentfactory.rollout.config import UserConfig
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from tests.scripted_chains import call, scripted_chains
@@ -94,7 +94,7 @@ async def test_a_user_has_said_the_question_and_answers_between_tool_calls(folde
 
 
 async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
-    settings = rollout("noter", tools=["note"])
+    settings = rollout("noter", options={"tools": ["note"]})
     async with scripted_chains(folder, [call("note", text="mine"), "ok"], rollout=settings) as chains:
         chain = await chains.run()
         assert chains.runner.setup.specs == []
@@ -107,15 +107,18 @@ async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
     ("kind", "problem"),
     [
         ("raises", "users.py:fault raised OSError: no line"),
-        ("slow", "took longer than rollout.user.timeout_seconds=0.3"),
+        ("slow", "took longer than 0.3 s"),
         ("empty", "yielded ' ', not a text of 1 to"),
         ("long", "not a text of 1 to 65,536 characters"),
         ("number", "yielded 3, not a text"),
         ("nothing", "yielded None, not a text"),
     ],
 )
-async def test_a_fault_of_the_user_is_no_reward(folder: Path, kind: str, problem: str) -> None:
-    async with scripted_chains(folder, ["a"], rollout=rollout("fault", timeout_seconds=0.3)) as chains:
+async def test_a_fault_of_the_user_is_no_reward(
+    folder: Path, kind: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UserConfig, "seconds", 0.3)
+    async with scripted_chains(folder, ["a"], rollout=rollout("fault")) as chains:
         chain = await chains.run(kind=kind)
     assert (chain.outcome, chain.reward) == (Outcome.USER_ERROR, None)
     assert problem in str(chain.error)
@@ -157,7 +160,7 @@ async def test_no_token_of_a_user_is_trained(folder: Path) -> None:
 )
 def test_a_wrong_user_is_named(folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        Users(UserConfig(**config), folder)
+        Scripts(UserConfig(**config), folder)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +172,12 @@ def test_a_wrong_user_is_named(folder: Path, config: dict[str, Any], message: st
 )
 def test_rows_are_checked(folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        Users(UserConfig(**config), folder).check_rows([{"question": "q"}], "data")
+        Scripts(UserConfig(**config), folder).check_rows([{"question": "q"}], "data")
 
 
 async def test_an_unknown_tool_of_the_user_is_named(folder: Path) -> None:
     with pytest.raises(SettingError, match=r"tools\.0: there is no tool 'phone'; fix: use some of note"):
-        async with scripted_chains(folder, [], rollout=rollout("noter", tools=["phone"])):
+        async with scripted_chains(folder, [], rollout=rollout("noter", options={"tools": ["phone"]})):
             pass
 
 

@@ -163,7 +163,7 @@ class Runner(ABC):
         users: Users | None = None,
     ):
         if users is not None:
-            users.tools = toolset.give_to_user(users.config.tools)
+            users.tools = toolset.give_to_user(users.tool_names)
         self.users = users
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         self.task_images = TaskImages(recipe, images)

@@ -58,15 +58,15 @@ class UserConfig(Section):
     """A simulated user, who speaks between the agent's turns until the conversation is over. The user's messages are
     context, which is not trained."""
 
+    seconds: ClassVar[float] = 120.0
+    """Time limit for one message of the user; a chain that exceeds it ends as user_error."""
+
     name: str
     """`model`: a language model with a prompt of its own. Or `FILE.py:NAME` of a generator function, async or not, or
     of a class whose instances are called as one: it yields the user's messages, and gets the agent's answer to each."""
     options: dict[str, Any] = {}
-    """Options of the model, or additional keyword arguments of NAME."""
-    tools: list[str] = []
-    """Tools of the recipe that the user calls, and the agent does not get."""
-    timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time limit for one message of the user; a chain that exceeds it ends as user_error."""
+    """Options of the model, or additional keyword arguments of NAME. `tools` lists tools of the recipe that the user
+    calls and the agent does not get."""
 
 
 class ProgramOptions(Section):

@@ -104,7 +104,7 @@ class Toolset:
         for number, name in enumerate(names):
             if name not in self._routes:
                 fix = f"use some of {', '.join(self._routes) or 'none'}"
-                raise SettingError(f"rollout.user.tools.{number}", f"there is no tool {name!r}", fix)
+                raise SettingError(f"rollout.user.options.tools.{number}", f"there is no tool {name!r}", fix)
             self._of_user[name] = self._routes.pop(name)
         given = [spec for spec in self.specs if spec.name in names]
         self.specs = [spec for spec in self.specs if spec.name not in names]

@@ -1,0 +1,1 @@
+"""Stand-ins for people: simulated users and judges."""
