@@ -92,8 +92,8 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 
 LAYERS = (
-    *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "tinker", "people"),
-    *("__init__", "doctor", "audit", "viewer", "commands", "worlds.commands", "__main__"),
+    *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train"),
+    *("tinker", "people", "__init__", "doctor", "audit", "viewer", "commands", "worlds.commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 

@@ -10,6 +10,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.people.users.scripts import Scripts
 from agentfactory.rollout.config import UserConfig
 from agentfactory.rollout.trajectory import Outcome, StopReason
+from tests.chat_server import said, serve_chat
 from tests.scripted_chains import call, scripted_chains
 
 USERS = '''
@@ -214,3 +215,37 @@ async def test_a_model_that_is_no_user_is_a_fault(folder: Path, said: str, probl
         chain = await chains.run(question="Hi", wish="a lamp")
     assert (chain.outcome, chain.reward) == (Outcome.USER_ERROR, None)
     assert problem in str(chain.error)
+
+
+async def test_a_model_at_an_endpoint_plays_the_user_with_tools_of_its_own(folder: Path) -> None:
+    async def answer(body: dict[str, Any]) -> dict[str, Any]:
+        assert [tool["function"]["name"] for tool in body["tools"]] == ["note"]
+        assert "You want a lamp." in body["messages"][0]["content"]
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return said(f"I looked: {last['content']}")
+        if last["content"] == "Right.":
+            return said("###STOP###")
+        return said("", ("note", '{"text": "mine"}'), ("phone", "{}"))
+
+    with serve_chat(answer) as server:
+        settings = model_user(server.url, tools=["note"], prices=[1000.0, 2000.0])
+        async with scripted_chains(folder, ["Look.", "Right."], rollout=settings) as chains:
+            chain = await chains.run(question="Hi", wish="a lamp")
+    unknown = "I looked: There is no tool 'phone'. The tools are: note."
+    assert spoken(chain)[-2:] == [("user", unknown), ("assistant", "Right.")]
+    assert (chain.outcome, chain.metrics["user/calls"], chain.metrics["user/tokens"]) == (Outcome.COMPLETED, 2, 75)
+    assert chain.metrics["user/cost"] == pytest.approx(3 * (20 * 1000 + 5 * 2000) / 1e6)
+
+
+@pytest.mark.parametrize("status", [None, 500, 401])
+async def test_an_endpoint_that_fails_is_the_users_fault(folder: Path, status: int | None) -> None:
+    async def answer(body: dict[str, Any]) -> tuple[int, str]:
+        return status or 500, "out of order"
+
+    with serve_chat(answer) as server:
+        url = server.url if status else "http://127.0.0.1:9"
+        async with scripted_chains(folder, ["Well?"], rollout=model_user(url)) as chains:
+            chain = await chains.run(question="Hi", wish="a lamp")
+    assert (chain.outcome, chain.reward) == (Outcome.USER_ERROR, None)
+    assert "the user's model: " in str(chain.error)

@@ -1,7 +1,6 @@
 """`rollout.user: model`: a simulated user whose messages a language model writes."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import field
 from string import Formatter
@@ -12,9 +11,11 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import Message, ToolSpec, text_of
 from agentfactory.rollout.chains.chat_endpoint import ChatAnswer, ChatEndpoint
+from agentfactory.rollout.chains.endpoint_chain import read_answer
 from agentfactory.rollout.chains.simulated_user import Policy, UserError
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards.text import OPTIONS
+from agentfactory.rollout.text.parsers import NativeParser
 from agentfactory.tools.tool import finish
 
 GUIDELINES = """\
@@ -128,23 +129,19 @@ class ModelUser:
             if self.prices is not None and answer.length is not None and answer.sampled is not None:
                 read, written = (answer.length - answer.sampled, answer.sampled)
                 metrics["cost"] += (read * self.prices[0] + written * self.prices[1]) / 1e6
-            calls = answer.message.get("tool_calls") or []
-            text = text_of(answer.message.get("content") or "").strip()
+            taken = {made["id"] for message in messages for made in message.get("tool_calls") or []}
+            parsed = read_answer(answer.message, NativeParser(), len(taken), tools, taken)
+            text = text_of(parsed.message["content"]).strip()
             if answer.cut:
                 raise UserError(f"the user's model wrote more than max_tokens={self.max_tokens}: {text[:200]!r}")
-            messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
-            if not calls:
-                if not text:
-                    raise UserError("the user's model wrote nothing")
+            messages.append(parsed.message)
+            if not parsed.calls:
+                if not text or parsed.error:
+                    raise UserError(f"the user's model wrote {parsed.error or 'nothing'}")
                 return text
-            for made in calls:
-                try:
-                    arguments = made["function"]["arguments"]
-                    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                    result = await call(made["function"]["name"], **arguments)
-                except (ValueError, TypeError, KeyError) as error:
-                    result = f"Error: {error}"
-                messages.append({"role": "tool", "tool_call_id": made.get("id", ""), "content": result})
+            for made in parsed.calls:
+                result = await call(made.name, **made.arguments)
+                messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
         raise UserError(f"the user's model called tools in {MOST_CALLS} turns in a row, and said nothing")
 
     async def _ask(self, messages: list[Message], policy: Policy | None, tools: Sequence[ToolSpec]) -> ChatAnswer:

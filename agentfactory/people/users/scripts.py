@@ -86,10 +86,8 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
     def begin(self, episode: Episode, session: ToolSession, policy: Policy | None) -> "ScriptedUser":
         """Start the script for a chain."""
 
-        async def call(name: str, **arguments: Any) -> str:
+        async def call(name: str, /, **arguments: Any) -> str:
             episode.counts["user/calls"] += 1
-            if name not in self.tool_names:
-                raise ValueError(f"{name} is not in rollout.user.options.tools")
             made = ToolCall(f"user_{episode.counts['user/calls']}", name, arguments)
             return text_of((await session.call(made, by_user=True)).content)
 

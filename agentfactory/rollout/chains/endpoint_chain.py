@@ -55,7 +55,7 @@ class EndpointTurns:
         episode.note_turn(answer.sampled, anchor)
         self._length = answer.length or self._length
         taken = {call["id"] for message in trajectory.messages for call in message.get("tool_calls") or []}
-        parsed = _read(answer.message, self.parser, episode.counts["tool_calls"], setup.specs, taken)
+        parsed = read_answer(answer.message, self.parser, episode.counts["tool_calls"], setup.specs, taken)
         trajectory.messages.append(parsed.message)
         self.context.say(parsed.message)
         return TakenTurn(parsed, answer.cut, answer.sampled or left)
@@ -64,7 +64,7 @@ class EndpointTurns:
         """Do nothing: the next request contains the whole conversation."""
 
 
-def _read(
+def read_answer(
     message: dict[str, Any], parser: Parser, first_call: int, specs: Sequence[ToolSpec], taken: set[str]
 ) -> Parsed:
     """Parse an answer of the endpoint as a turn. A call keeps a usable id that is not in `taken`, the chain's ids."""

@@ -104,9 +104,10 @@ class ToolSession:
         """Make one call within a time limit: the agent's, or (`by_user`) the simulated user's. The caller's errors are
         results. Raises ToolInfrastructureError."""
         started = time.perf_counter()
-        route = (self._of_user if by_user else self._routes).get(call.name)
+        routes = self._of_user if by_user else self._routes
+        route = routes.get(call.name)
         if route is None:
-            known = f"The tools are: {', '.join(self._routes)}." if self._routes else "There are no tools."
+            known = f"The tools are: {', '.join(routes)}." if routes else "There are no tools."
             return _refusal(f"There is no tool {call.name!r}. {known}", CallError.UNKNOWN_TOOL, started)
         if fault := _fault(call.arguments, route):
             return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
