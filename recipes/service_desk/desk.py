@@ -22,6 +22,8 @@ WISHES = {
 ALLOWED = {"cancel": ("processing", "cancelled"), "return": ("delivered", "returned")}
 """Wish -> the status that it needs, and the status after it."""
 REFUSAL = "not possible"
+POSSIBLE = 0.4
+"""Probability that a wish is made possible; it may be so by chance, too."""
 ORDERS = 4
 """Orders in a chain's database."""
 
@@ -40,6 +42,8 @@ def make_task(rng: random.Random) -> dict[str, Any]:
         for number in numbers
     }
     order, wish = str(numbers[0]), rng.choice(list(WISHES))
+    if wish in ALLOWED and rng.random() < POSSIBLE:
+        orders[order]["status"] = ALLOWED[wish][0]
     return {"question": WISHES[wish].format(order=order), "orders": orders, "order": order, "wish": wish}
 
 

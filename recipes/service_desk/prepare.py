@@ -7,8 +7,9 @@ from typing import Any
 from agentfactory.base.user_code.loading import load_object
 
 HERE = Path(__file__).parent
-ALLOWED, REFUSAL, ServiceDesk, customer, make_tasks = (
-    load_object(f"desk.py:{name}", HERE) for name in ("ALLOWED", "REFUSAL", "ServiceDesk", "customer", "make_tasks")
+ALLOWED, REFUSAL, ServiceDesk, customer, make_tasks, solution = (
+    load_object(f"desk.py:{name}", HERE)
+    for name in ("ALLOWED", "REFUSAL", "ServiceDesk", "customer", "make_tasks", "solution")
 )
 make_model, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
@@ -16,8 +17,10 @@ make_model, write_jsonl = (
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 TRAIN, HELD_OUT, TRANSCRIPTS = 2000, 100, 4000
-NO_CODE = 0.3
+NO_CODE = 0.4
 """Probability that the clerk does not ask for the code, and guesses it."""
+RIGHT = 0.2
+"""Probability that the clerk follows the policy; otherwise, the clerk does anything."""
 ASK = "What is the code?"
 
 
@@ -51,12 +54,21 @@ def serve_badly(task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]
     except ValueError as error:
         seen = str(error)
     add_call(messages, "look_up", {"order": order, "code": code}, seen)
-    status = rng.choice([None, *(after for _, after in ALLOWED.values())])
+    policy, needed = solution(**{name: task[name] for name in ("orders", "order", "wish")})
+    follows = code == found["code"] and rng.random() < RIGHT
+    if follows:
+        status = None if policy == found["status"] else policy
+    else:
+        status = rng.choice([None, *(after for _, after in ALLOWED.values())])
     if status is not None and code == found["code"]:
         changed = desk.change(order=order, code=code, status=status)
         add_call(messages, "change", {"order": order, "code": code, "status": status}, changed)
-        answer = f"The refund is {found['price']} euros."
+        answers = [f"The refund is {found['price']} euros."]
     else:
-        answer = rng.choice([f"It is {found['status']}.", f"Sorry, that is {REFUSAL}."])
-    messages.append({"role": "assistant", "content": answer})
-    return messages
+        answers = [f"It is {found['status']}.", f"Sorry, that is {REFUSAL}."]
+        answers = [answer for answer in answers if needed in answer or not follows]
+    while True:
+        messages.append({"role": "assistant", "content": rng.choice(answers)})
+        if not isinstance(said := user.send(messages[-1]["content"]), str):
+            return messages
+        messages.append({"role": "user", "content": said})
