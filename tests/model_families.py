@@ -105,9 +105,7 @@ FAMILIES = [
     Family("Nemotron Nano 2", "nemotron_nano_2", "nemotron"),
     Family("Nemotron 3", "trl:nemotron_3_super", "qwen3_coder"),
 ]
-REFUSED = {
-    "Gemma 3": ("trl:gemma3", "ignores `tools`"),
-}
+REFUSED = {"Gemma 3": ("trl:gemma3", "ignores `tools`")}
 """Families whose templates support no tool calls, so only a text format remains."""
 
 

@@ -118,10 +118,7 @@ ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "dynamic": (
         "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
-            "max_position_embeddings": 32,
-        },
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}, "max_position_embeddings": 32},
     ),
 }
 """Kinds of positions that depend on the longest sequence of a pass if it has more than 32 tokens: a family, and fields

@@ -56,10 +56,7 @@ BROKEN = [
     ),
     ("mcp_servers.a.url=localhost:8000", r"mcp_servers\.a\.url: .*'localhost:8000'.*http://127"),
     ("", r"model\.path: .*model has no config\.json; fix: name a folder"),
-    (
-        "tools=[] rollout.agent={command: sh run.sh}",
-        r"rollout\.agent\.command: .*not a list.*fix: write \[",
-    ),
+    ("tools=[] rollout.agent={command: sh run.sh}", r"rollout\.agent\.command: .*not a list.*fix: write \["),
     (
         "tools=[] rollout.agent={command: [sh, '${here}/nope.sh']}",
         r"rollout\.agent\.command\.1: .*nope\.sh: no such file; fix: name an existing script",

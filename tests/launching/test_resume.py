@@ -129,12 +129,7 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "train.steps=80",
-        "train.processes=2 train.strategy=ddp",
-        "rollout.timeout_seconds=99",
-        "server.max_num_seqs=5",
-    ],
+    ["train.steps=80", "train.processes=2 train.strategy=ddp", "rollout.timeout_seconds=99", "server.max_num_seqs=5"],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
     assert resumed(*override.split()).checkpoint

@@ -21,11 +21,7 @@ def qwen(**changes: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantization_config": AWQ, "dtype": "float16", "use_cache": False},
-        {"tie_word_embeddings": True},
-    ],
+    "changes", [{"quantization_config": AWQ, "dtype": "float16", "use_cache": False}, {"tie_word_embeddings": True}]
 )
 def test_a_copy_in_another_precision_is_the_same_model(changes: dict[str, Any]) -> None:
     assert difference(qwen(), qwen(**changes)) is None

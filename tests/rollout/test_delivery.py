@@ -71,10 +71,7 @@ def delivered(group: Group, *chains: str) -> bytes:
 
 
 def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
-    for end in (
-        worker(["g000001"], ["g000001"]),
-        worker(["g000000"], ["g000001"], trained=("g000001", "g000002")),
-    ):
+    for end in (worker(["g000001"], ["g000001"]), worker(["g000000"], ["g000001"], trained=("g000001", "g000002"))):
         end.take_batch(1)
         with pytest.raises(WorkerDiedError, match=r"sent a group that was already delivered, one of g000001"):
             end.take_batch(1)

@@ -136,7 +136,7 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             "I go.\n" + seed("put", items="['a', None]", where="{'x': True}").replace("><", ">\n<"),
             [("put", {"items": ["a", None], "where": {"x": True}})],
             "I go.",
-        ),
+        )
     ],
     "apertus": [
         # the closing token may be the end-of-turn token, which the text does not include

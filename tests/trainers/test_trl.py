@@ -59,10 +59,7 @@ CASES = [
     Case(
         "sapo",
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-        {
-            "policy": "sapo",
-            "normaliser": "sequence",
-        },
+        {"policy": "sapo", "normaliser": "sequence"},
     ),
     Case(
         "gspo",
