@@ -155,13 +155,6 @@ def test_digests_name_nothing_outside_of_their_checkpoint(run: RunFolder, privat
             verify(checkpoint)
 
 
-def test_a_checkpoint_that_lists_no_files_is_damaged(run: RunFolder, tmp_path: Path) -> None:
-    (checkpoint,) = checkpoints(run.checkpoints)
-    (checkpoint / "digests.json").write_text("{}")
-    with pytest.raises((SettingError, RunFolderError), match=r"is damaged: digests\.json lists no files"):
-        export(checkpoint, tmp_path / "out", adapter=False, push=None, say=print)
-
-
 def test_a_model_may_have_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     blob, model = tmp_path / "blob", tmp_path / "model"
     blob.write_text("{}")
