@@ -172,9 +172,7 @@ def lm_eval(folder: Path, environment: dict[str, str]) -> float:
 
 
 @pytest.mark.parametrize("harness", ["inspect-ai, chat", "inspect-ai, responses", "lm-eval"])
-def test_a_harness_gets_the_figure_of_eval_from_the_same_tokens(
-    folder: Path, served: tuple[float, Ids, dict[str, str]], harness: str
-) -> None:
+def test_a_harness_gets_evals_figure(folder: Path, served: tuple[float, Ids, dict[str, str]], harness: str) -> None:
     figure, ids, environment = served
     log = folder / "run" / "serve" / "turns.jsonl"
     before = len(log.read_text().splitlines())

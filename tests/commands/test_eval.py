@@ -57,9 +57,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.extended
-def test_a_checkpoint_evaluates_to_what_training_logged(
-    agentfactory: Command, quickstart_run: Path, whole: Path
-) -> None:
+def test_a_checkpoint_evaluates_to_what_was_logged(agentfactory: Command, quickstart_run: Path, whole: Path) -> None:
     checkpoint = max((quickstart_run / "grpo" / "checkpoints").iterdir())
     arguments = [str(quickstart_run / "recipe.yaml"), f"output={whole}", "--checkpoint", str(checkpoint)]
     result = agentfactory("eval", *arguments, status=0)
@@ -134,16 +132,12 @@ OWN, THERE = (), ("server.url=http://h:1",)
         (THERE, (None, "x/y", "http://h:1", None), None),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    overrides: tuple[str, ...], asked: tuple[Any, ...], told: str | None, project: Path
-) -> None:
+def test_refused_options(overrides: tuple[str, ...], asked: tuple[Any, ...], told: str | None, project: Path) -> None:
     with nullcontext() if told is None else pytest.raises(SettingError, match=told):
         eval_command.check(load_recipe("recipe.yaml", overrides, "eval"), *asked)
 
 
-def test_a_server_that_does_not_answer_is_told(
-    agentfactory: Command, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_server_is_told(agentfactory: Command, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = "no server answers at http://127.0.0.1:9"
     result = agentfactory("rollout", "recipe.yaml", "server.url=http://127.0.0.1:9")
     assert (result.returncode, told in result.stderr, "Traceback" in result.stderr) == (1, True, False)

@@ -102,9 +102,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("fault", "told"), BROKEN)
-def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
-    fault: str, told: str, project: Path, capsys: Output
-) -> None:
+def test_broken_recipes_end_with_a_message_and_no_file(fault: str, told: str, project: Path, capsys: Output) -> None:
     old, changes, new = fault.partition(" => ")
     if changes:
         text = (project / "recipe.yaml").read_text()

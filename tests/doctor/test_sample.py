@@ -19,9 +19,7 @@ CALLS_NOTHING = "train.steps=3", "train.batch_size=2", "rollout.group_size=4", "
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_a_model_is_looked_at_before_training(
-    project: Path, agentfactory: Command, warm_start: Path, warm_server: str
-) -> None:
+def test_a_look_before_training(project: Path, agentfactory: Command, warm_start: Path, warm_server: str) -> None:
     """The quickstart's model in another task, where it calls no tool that exists and all rewards are 0."""
     before = {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")}
     there = [f"model.path={warm_start}", f"server.url={warm_server}", "rollout.max_total_tokens=1024"]

@@ -365,9 +365,7 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, capsys: pytest.CaptureFixtu
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
 
 
-def test_an_assignment_is_for_the_launchers_processes(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_assignment_is_for_the_launchers_own(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match=r"--assignment: it is for processes .*, without other arguments"):
         train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
     recipe = recipe_of()

@@ -164,9 +164,7 @@ def test_the_death_of_one_worker_ends_the_wait_for_all() -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_that_does_not_end_is_killed_with_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_stays_is_killed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(worker_socket, "END_SECONDS", 0.1)
     end = worker()
     end._process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])

@@ -69,9 +69,7 @@ def other_ids(tokenizer: Tokenizer) -> Any:
     return fastokens.Tokenizer.from_json_str(json.dumps(saved))
 
 
-def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ids_are_found_at_the_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = TOKENIZERS["qwen"]
     different = other_ids(tokenizer)
     monkeypatch.setattr(fastokens, "Tokenizer", SimpleNamespace(from_json_str=lambda _: different))
@@ -81,9 +79,7 @@ def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
     assert "gives other ids for" in caplog.text
 
 
-def test_other_ids_are_found_among_later_texts_and_never_used_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ids_are_found_later_and_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = TOKENIZERS["qwen"]
     encoding = FastEncoding(tokenizer)
     monkeypatch.setattr("agentfactory.rollout.text.encoding.COMPARED", 5)

@@ -152,9 +152,7 @@ WAIT = [{"name": "slow", "seconds": [0.0, 0.0, 60.0]}, *({"name": f"t{n}", **FAS
 """A task with a chain that does not end, and nine that end at once."""
 
 
-async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_ended(
-    quickstart_run: Path, tmp_path: Path
-) -> None:
+async def test_a_group_that_is_too_old_is_trained_with_the_ended_chains(quickstart_run: Path, tmp_path: Path) -> None:
     async with training(quickstart_run, tmp_path, WAIT, steps=3, max_staleness=1, late_chains="drop") as trainer:
         chains, figures = await trainer.next_batch()
         assert chains == ["g000001.0", "g000001.1", "g000001.2"], "the younger group overtakes"
@@ -216,9 +214,7 @@ async def batch_after_the_fast_groups(trainer: Trainer) -> tuple[list[str], dict
     return await trainer.next_batch()
 
 
-async def test_a_late_group_is_trained_after_others_when_its_chains_have_ended(
-    quickstart_run: Path, tmp_path: Path
-) -> None:
+async def test_a_late_group_is_trained_after_others_when_its_chains_end(quickstart_run: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline"}
     async with training(quickstart_run, tmp_path, slow_and_fast(2.0), 4, **options) as trainer:
         chains, figures = await batch_after_the_fast_groups(trainer)

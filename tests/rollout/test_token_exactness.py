@@ -140,9 +140,7 @@ def test_every_sampled_token_names_its_weights(played: tuple[list[Trajectory], R
             assert named == row.mask
 
 
-def test_server_and_trainer_agree_on_log_probabilities(
-    played: tuple[list[Trajectory], Recording], warm_start: Path
-) -> None:
+def test_server_and_trainer_agree_on_logprobs(played: tuple[list[Trajectory], Recording], warm_start: Path) -> None:
     worst = largest_difference(played[0], warm_start)
     print(f"largest difference over {CHAINS} chains: {worst:.2e}")
     assert worst <= 1e-4

@@ -173,9 +173,7 @@ POLICIES = {case.loss.get("policy", "clip"): case for case in CASES if case.name
 @pytest.mark.parametrize(
     ("policy", "correction"), [*(("clip", correction) for correction in CORRECTIONS), ("gspo", "token_truncate")]
 )
-def test_policies_with_corrections(
-    model_folder: Path, tmp_path: Path, make_recipe: Make, policy: str, correction: str
-) -> None:
+def test_with_corrections(model_folder: Path, tmp_path: Path, make_recipe: Make, policy: str, correction: str) -> None:
     """Value and gradient are TRL's, except for gspo with a correction by token. Each token's weight then is part of its
     own advantage (GSPO, equations 13 and 14), where TRL gives each token of a row the gradient of their mean: the
     values, and the gradients' sums over a row, are still the same."""

@@ -306,9 +306,7 @@ def index_of(rewards: list[float | None]) -> Index:
         ([None], 0.0, []),
     ],
 )
-def test_rewards_fall_into_about_twenty_round_bins(
-    rewards: list[float | None], width: float, bins: list[tuple[float, int]]
-) -> None:
+def test_rewards_fall_into_round_bins(rewards: list[float | None], width: float, bins: list[tuple[float, int]]) -> None:
     found = index_of(rewards).rewards(Query(), None)
     assert found["width"] == pytest.approx(width)
     assert [(bin_["from"], bin_["chains"]) for bin_ in found["bins"]] == [(pytest.approx(a), b) for a, b in bins]

@@ -183,9 +183,7 @@ def test_its_recipes_run_from_any_folder(programs: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="AGENTFACTORY_VLLM_PYTHON names no Python with vLLM: make test-wheel")
-def test_vllm_finds_its_plugin_in_an_environment_of_its_own(
-    wheel: Path, programs: Path, place: Path, tmp_path: Path
-) -> None:
+def test_vllm_finds_its_plugin_in_its_own_environment(wheel: Path, programs: Path, place: Path, tmp_path: Path) -> None:
     """vLLM's environment with the wheel in place of the checkout; full weights go by the plugin."""
     assert VLLM_PYTHON is not None
     own = make_environment(tmp_path / "vllm")

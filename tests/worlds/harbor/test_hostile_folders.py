@@ -423,9 +423,7 @@ async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     assert not [text for text in (*saved, json.dumps(row), repr(trajectory), caplog.text) if SECRET in text]
 
 
-async def test_a_variable_that_is_named_but_missing_where_the_chain_runs_is_named(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_variable_that_is_missing_in_the_chain_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.settings("[verifier]\nenv = {TOO = '${PLANTED}'}\n")
     environment.name_variables(["PLANTED"])
     row = rows(place.task.parent)["a-task"]

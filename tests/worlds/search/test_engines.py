@@ -191,9 +191,7 @@ async def test_another_format_is_told_at_once(name: str, answer: Any) -> None:
 
 @pytest.mark.parametrize("kind", WITH_KEYS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("status", [400, 401, 403, 422, 432])
-async def test_a_wrong_key_is_told_by_its_variable(
-    kind: type[Engine], status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_key_has_its_variable(kind: type[Engine], status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with service(status) as served:
         engine = served.engine(kind)
         with pytest.raises(ToolInfrastructureError, match=kind.key) as error:

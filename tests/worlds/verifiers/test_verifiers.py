@@ -223,9 +223,7 @@ class TestReal:
         assert (found.reward, found.metrics["opened"], found.turns, found.metrics["tool_calls"]) == (1.0, 2.0, 3, 2)
         assert (missed.reward, missed.outcome, len(missed.rows)) == (0.0, Outcome.COMPLETED, 1)
 
-    async def test_an_environment_that_dies_or_hangs_ends_its_chains_only(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_death_or_a_hang_ends_its_chains_only(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("agentfactory.worlds.verifiers.verifiers_process.CANCEL_SECONDS", 1.0)
         rows = source(folder, "sums", tasks=3).rows()
         replies = {"0 + 1 =": "die", "1 + 2 =": "block", "2 + 3 =": "5"}
