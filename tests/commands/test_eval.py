@@ -88,24 +88,22 @@ def test_any_chat_endpoint_is_a_baseline(
     recipe = str(quickstart_run / "recipe.yaml")
     small = [f"output={whole}", "grpo.eval.data.limit=4", "--samples", "2"]
     with serve_chat(model_behind(warm_server, warm_start)) as server:
-        result = agentfactory("eval", recipe, *small, "--url", server.url, status=0)
-    assert f"querying teacher at {server.url} by OpenAI's chat API" in result.stdout
-    assert "pass@2" in result.stdout
+        done = agentfactory("eval", recipe, *small, "--url", server.url, status=0)
+    assert f"querying teacher at {server.url} by OpenAI's chat API" in done.stdout
+    assert "pass@2" in done.stdout
     chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
     assert len(chains) == 4 * 2 + 4
     assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
     assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
     # the same model by token ids, as the server that takes them says of itself
-    result = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"), status=0)
-    assert f"querying policy at {warm_server} by token ids" in result.stdout
+    done = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"), status=0)
+    assert f"querying policy at {warm_server} by token ids" in done.stdout
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
     reward = by_ids["eval/greedy/reward"]
     assert by_messages["eval/greedy/reward"] == reward
-    beside = result.stdout.partition("greedy, beside ")[2]
-    assert re.search(rf"reward +│ +{reward:.4f} │ +{reward:.4f} │ +\+0\.0000 │ +not known +│ +4 ", beside), (
-        result.stdout
-    )
+    beside = done.stdout.partition("greedy, beside ")[2]
+    assert re.search(rf"reward +│ +{reward:.4f} │ +{reward:.4f} │ +\+0\.0000 │ +not known +│ +4 ", beside), done.stdout
 
 
 def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:

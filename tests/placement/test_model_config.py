@@ -8,11 +8,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from agentfactory.placement.meta_model import difference
 from tests.placement.shapes import SEVEN, sizes
 
-QWEN: dict[str, Any] = {
-    **SEVEN,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": False,
-}
+QWEN = {**SEVEN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 

@@ -12,9 +12,7 @@ from tests.project import refused
 
 
 def test_every_choice_is_known() -> None:
-    found = (
-        (path, section) for section, paths in sections(Recipe).items() for path in paths if ".sources." not in path
-    )
+    found = ((path, name) for name, paths in sections(Recipe).items() for path in paths if ".sources." not in path)
     assert {path: section for path, section in found if issubclass(section, Choice)} == CHOICES
 
 

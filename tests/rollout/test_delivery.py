@@ -86,10 +86,7 @@ def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
 
 def test_groups_arrive_in_pieces_between_other_messages() -> None:
     row = Row(list(range(300_000)), [1] * 300_000, [-0.125] * 300_000)
-    groups = [
-        Group("g\n1", {"question": "}\n"}, [Trajectory("g\n1.0", [], [row], Outcome.COMPLETED)]),
-        Group("g2", {}, []),
-    ]
+    groups = [Group("g\n1", {"q": "}\n"}, [Trajectory("g\n1.0", [], [row], Outcome.COMPLETED)]), Group("g2", {}, [])]
     end = worker()
     sent = (
         encode("alive", counts=[1, 1, 0, 0, 0, 0.0])

@@ -369,10 +369,7 @@ def test_a_script_is_in_its_chains_folder(tmp_path: Path, monkeypatch: pytest.Mo
     script = Path(command[number].removeprefix("${chain}/"))
     (tmp_path / script).parent.mkdir(exist_ok=True)
     (tmp_path / script).touch()  # the current folder does not count
-    rows: list[dict[str, Any]] = [
-        {"question": "go", "files": {str(script): "", "b": ""}},
-        {"question": "go", "files": {}},
-    ]
+    rows = [{"question": "go", "files": {str(script): "", "b": ""}}, {"question": "go", "files": {}}]
     problem = rf"rollout\.agent\.command\.{number}: .*{script}: no such file in the chain's folder"
     fix = rf"; fix: write \${{here}}/{script} for a file beside the recipe, or put it into"
     agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)

@@ -17,12 +17,8 @@ from agentfactory.rollout.text.parsers.values import MAX_LITERAL
 
 
 def spec(name: str, required: list[str] | None = None, /, **properties: Any) -> ToolSpec:
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties) if required is None else required,
-    }
-    return ToolSpec(name, f"{name} does a thing.", schema)
+    told = {"type": "object", "properties": properties, "required": list(properties) if required is None else required}
+    return ToolSpec(name, f"{name} does a thing.", told)
 
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}

@@ -179,9 +179,7 @@ async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None
     row = two_turns()
     async with teaching(model, top_k=3) as (teacher, client):
         await client.check()
-        teacher.spoil = lambda scores: [
-            entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in scores
-        ]
+        teacher.spoil = lambda scores: [one and {t: {**v, "logprob": -0.3} for t, v in one.items()} for one in scores]
         with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
             await client.grade(chain(row))
         assert row.teacher_logprobs is None

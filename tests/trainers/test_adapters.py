@@ -38,9 +38,7 @@ def test_a_reference_is_frozen_and_all_adapters_are_in_float32() -> None:
     tokens = tables_of(network, [3, 5])
     model = add_adapter(network, RecipeLora(rank=2), "all-linear", 0, tokens)
     add_reference_adapter(model)
-    adapters = {
-        name: weight for name, weight in model.named_parameters() if {"default", "reference"} & {*name.split(".")}
-    }
+    adapters = {name: own for name, own in model.named_parameters() if {"default", "reference"} & {*name.split(".")}}
     assert {weight.dtype for weight in adapters.values()} == {torch.float32}
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained == {name for name in adapters if "reference" not in name}

@@ -162,9 +162,7 @@ def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> Non
     row = make_row(random.Random(0))
     first = row.mask.index(1)
     row.token_ids[:first] = range(10, 10 + first)
-    row.images = [
-        ImageSpan(place, 1, name, (1, 2, 2)) for place, name in ((1, "a"), (first - 1, "b"), (first + 7, "c"))
-    ]
+    row.images = [ImageSpan(at, 1, name, (1, 2, 2)) for at, name in ((1, "a"), (first - 1, "b"), (first + 7, "c"))]
     # the text comes after the first image, and before the second
     row.teacher_prompt = [*row.token_ids[:2], 60, 61, 62, *row.token_ids[2:first]]
     assert [image.offset for image in row.images_for_teacher()] == [1, first + 2, first + 10]

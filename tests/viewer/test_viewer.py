@@ -409,9 +409,7 @@ ELSEWHERE = """<iframe src="VIEWER"></iframe><img id="image" src="VIEWERapi/stat
 def test_other_origins_get_nothing(viewer: str, page: "Page") -> None:
     elsewhere = ELSEWHERE.replace("VIEWER", viewer).encode()
     answers: list[tuple[str, int]] = []
-    page.on(
-        "response", lambda response: response.url.startswith(viewer) and answers.append((response.url, response.status))
-    )
+    page.on("response", lambda got: got.url.startswith(viewer) and answers.append((got.url, got.status)))
     with serving(lambda _: (200, {"Content-Type": "text/html"}, elsewhere)) as other:
         page.goto(other)
         got = page.evaluate("window.asked")

@@ -22,10 +22,8 @@ VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 
 
 def tracked(*places: str) -> list[Path]:
-    said = subprocess.run(
-        ["git", "ls-files", "-z", *places], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    return [path for name in said.stdout.split("\0")[:-1] if (path := Path(name)).is_symlink() or path.exists()]
+    out = subprocess.run(["git", "ls-files", "-z", *places], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [path for name in out.stdout.split("\0")[:-1] if (path := Path(name)).is_symlink() or path.exists()]
 
 
 @pytest.fixture(scope="session")

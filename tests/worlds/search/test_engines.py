@@ -307,12 +307,8 @@ async def test_no_key_is_written_anywhere(
 @pytest.mark.processes
 async def test_the_tool_search_asks_an_engine_within_its_budget(tmp_path: Path) -> None:
     async with service(RECORDED["brave"]) as served:
-        options = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
-        async with (
-            tools_of("search", **options) as toolset,
-            toolset.chain("a", {}) as one,
-            toolset.chain("b", {}) as two,
-        ):
+        given = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
+        async with tools_of("search", **given) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
             for chain in (one, two):
                 result = await chain.call(ToolCall("0", "search", {"query": "lighthouse of Karsund"}))
                 assert str(result.content).startswith('Doc 1(Title: "The lighthouse of Karsund")')

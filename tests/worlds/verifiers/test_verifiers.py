@@ -191,10 +191,8 @@ class TestReal:
 
     async def test_single_turns_are_scored_by_verifiers(self, folder: Path) -> None:
         rows = source(folder, "sums", tasks=6).rows()
-        replies = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
-        async with played(
-            folder, lambda prompt: next(v for k, v in replies.items() if f"{k}<|im_end|>" in prompt)
-        ) as chains:
+        said = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
+        async with played(folder, lambda seen: next(v for k, v in said.items() if f"{k}<|im_end|>" in seen)) as chains:
             await chains.runner.check(rows)
             found = await asyncio.gather(*(run(chains, row, f"c{n}") for n, row in enumerate(rows[:4])))
             chains.check(*found)
