@@ -193,7 +193,7 @@ def test_refusals_of_other_modules_are_told_in_one_line(project: Path, capsys: O
         assert told.err.startswith("agentfactory: ")
 
 
-def imported_by(code: str, cwd: Path) -> set[str]:
+def imports(code: str, cwd: Path) -> set[str]:
     code += "\nimport sys; print('\\n'.join(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     return set(result.stdout.split())
