@@ -13,9 +13,7 @@ from agentfactory.rollout.text.renderer import Renderer
 from tests.chat_tokenizers import SPECIAL, make_tokenizer, trl_template
 
 TEMPLATES = Path(__file__).parent / "rollout" / "model_templates"
-_SPECIAL = re.compile(
-    r"<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[/?[A-Z_]{3,}\]|<SPECIAL_\d+>|\]~!?b\[?\]?|\[e~\[|<end_of_turn>"
-)
+_MARK = re.compile(r"<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[/?[A-Z_]{3,}\]|<SPECIAL_\d+>|\]~!?b\[?\]?|\[e~\[|<end_of_turn>")
 _TAGS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>"),
@@ -105,16 +103,14 @@ FAMILIES = [
     Family("Nemotron Nano 2", "nemotron_nano_2", "nemotron"),
     Family("Nemotron 3", "trl:nemotron_3_super", "qwen3_coder"),
 ]
-REFUSED = {
-    "Gemma 3": ("trl:gemma3", "ignores `tools`"),
-}
+REFUSED = {"Gemma 3": ("trl:gemma3", "ignores `tools`")}
 """Families whose templates support no tool calls, so only a text format remains."""
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with the template's tokens; the tokens of calls and reasoning are not special."""
     source = family.source
-    found = dict.fromkeys([*SPECIAL.findall(source), *_SPECIAL.findall(source), *family.tokens, "<s>", "</s>"])
+    found = dict.fromkeys([*SPECIAL.findall(source), *_MARK.findall(source), *family.tokens, "<s>", "</s>"])
     calls = [token for token in found if any(part in token for part in _OF_CALLS)]
     special = tuple(token for token in found if token not in calls and token != "<|channel>" and len(token) > 3)
     added = (*calls, *(tag for tag in _TAGS if tag in source), "<|channel>", "<channel|>")

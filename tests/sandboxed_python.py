@@ -13,7 +13,4 @@ def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:
     next to it."""
     packages = str(Path(library.__file__).parents[1])
     python = str(find_interpreter(sandbox_user()).executable)
-    return {
-        "command": [python, *arguments],
-        "options": {"readable": [packages], "env": {"PYTHONPATH": packages}},
-    }
+    return {"command": [python, *arguments], "options": {"readable": [packages], "env": {"PYTHONPATH": packages}}}

@@ -17,9 +17,7 @@ def unpacked_wheel(requirement: str, folder: Path) -> Path:
     subprocess.run([*download, "--dest", str(folder)], check=True)
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(
-            folder / "wheel", [name for name in archive.namelist() if name.endswith((".py", "METADATA"))]
-        )
+        archive.extractall(folder / "wheel", [one for one in archive.namelist() if one.endswith((".py", "METADATA"))])
     return folder / "wheel"
 
 

@@ -60,9 +60,7 @@ async def test_an_address_tools_and_a_reward_are_enough(warm_server: str, task: 
     assert [t.turns for t in again.trajectories] == [1, 1]
 
 
-async def test_an_environment_judges_where_no_reward_is_given_and_else_nothing_does(
-    warm_server: str, task: dict[str, Any]
-) -> None:
+async def test_an_environment_judges_without_a_reward_and_else_nobody(warm_server: str, task: dict[str, Any]) -> None:
     async with Agent(warm_server, tools=[TreasureHunt], rollout={"max_tokens": 40}) as agent:
         judged = await agent.run(task.pop("question"), num_chains=2, **task)
     assert all(isinstance(value, float) for value in judged.rewards)

@@ -134,9 +134,7 @@ def check_two(steps: list[dict[str, Any]]) -> None:
         assert step["grad_norm"] > 0
 
 
-def test_an_agent_with_a_forced_prefix_and_shortened_contexts(
-    warm_start: Path, quickstart_run: Path, tmp_path: Path
-) -> None:
+def test_an_agent_with_a_prefix_and_shortened_contexts(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(TWO_PIECES)
     recipe = recipe_of(warm_start, quickstart_run)
     recipe["tools"] = [HUNT]

@@ -245,9 +245,7 @@ def test_nothing_older_than_the_bound_is_trained(
 
 
 @pytest.mark.long
-def test_kept_caches_are_marked_and_their_mismatch_is_reported(
-    server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
-) -> None:
+def test_kept_caches_mark_their_tokens(server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
     tasks = quickstart_run / "prepared" / "train.jsonl"
     played = play(server, warm_start, tasks, tmp_path / "keep", max_staleness=2, inflight="keep")
     assert max(gap for _, gap in played.gaps()) <= 1e-4, "what is not marked is of one version"

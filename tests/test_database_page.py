@@ -20,10 +20,8 @@ def test_every_block_of_the_page_works(tmp_path: Path) -> None:
     assert said.strip() == "[{'n': 50}]"
 
     # each chain with a copy of the database: a chain that writes changes nothing for the next one
-    servers = yaml.safe_load(
-        re.search(r"^mcp_servers:\n(?:  .*\n)+", PAGE.rpartition("## Which isolation")[2], re.M)[0]
-    )
-    recipe = yaml.safe_load((shop / "recipe.yaml").read_text()) | servers
+    found = yaml.safe_load(re.search(r"^mcp_servers:\n(?:  .*\n)+", PAGE.rpartition("## Which isolation")[2], re.M)[0])
+    recipe = yaml.safe_load((shop / "recipe.yaml").read_text()) | found
     (shop / "writes.yaml").write_text(yaml.safe_dump(recipe))
     (shop / "data").mkdir()
     (shop / "shop.db").rename(shop / "data" / "shop.db")

@@ -323,9 +323,7 @@ def literals() -> str:
 
 
 @pytest.mark.processes
-def test_the_messages_of_troubleshooting_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_troubleshooting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for block in blocks(DOCS / "troubleshooting.md", "text") for line in block.splitlines()]
     assert len(lines) >= 14
     said = provoked(tmp_path, monkeypatch, capsys)

@@ -164,9 +164,7 @@ async def test_tool_servers_and_sandboxes_have_what_their_section_names() -> Non
 
 
 @pytest.mark.parametrize("reads", ["os.environ['MY_KEY']", "os.environ.get('MY_KEY', '')", "os.getenv('MY_KEY')"])
-def test_code_that_reads_an_unnamed_variable_is_refused(
-    reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_an_unnamed_variable_is_refused(reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = f"{OWN}\n@reward\ndef right(prediction):\n    return float(prediction == {reads})\n"
     recipe_in(tmp_path, code, rewards=["own.py:right"])

@@ -75,9 +75,7 @@ def test_a_later_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.processes
-def test_an_ended_part_reports_what_it_has_and_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_part_tells_what_it_has_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_day, "REPOSITORY", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     script = tmp_path / "benchmarks" / "slow.py"

@@ -85,11 +85,9 @@ def run(folder: Path, *command: str, **environment: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that solves some of the sums, and a recipe that evaluates it."""
     folder = tmp_path_factory.mktemp("harnesses")
-    talks = [
-        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in SUMS
-    ]
-    make_model(folder / "model", talks, [], 0)
-    write_jsonl(folder / "talks.jsonl", [{"messages": talk} for talk in talks])
+    said = [[{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in SUMS]
+    make_model(folder / "model", said, [], 0)
+    write_jsonl(folder / "talks.jsonl", [{"messages": talk} for talk in said])
     write_jsonl(folder / "tasks.jsonl", TASKS)
     (folder / "judge.py").write_text(REWARD)
     (folder / "inspect_sums.py").write_text(INSPECT)
@@ -149,10 +147,8 @@ def served(folder: Path) -> Iterator[tuple[float, Ids, dict[str, str]]]:
 
 
 def inspect_ai(folder: Path, environment: dict[str, str], model: str) -> float:
-    command = (
-        "eval inspect_sums.py --temperature 0 --max-tokens 8 --display none --log-format json --log-dir logs --model"
-    )
-    run(folder, f"{HARNESSES}/inspect", *command.split(), model, **environment)
+    line = "eval inspect_sums.py --temperature 0 --max-tokens 8 --display none --log-format json --log-dir logs --model"
+    run(folder, f"{HARNESSES}/inspect", *line.split(), model, **environment)
     log = json.loads(max((folder / "logs").iterdir()).read_text())
     assert log["status"] == "success"
     assert [sample["error"] for sample in log["samples"] if sample.get("error")] == []
@@ -172,9 +168,7 @@ def lm_eval(folder: Path, environment: dict[str, str]) -> float:
 
 
 @pytest.mark.parametrize("harness", ["inspect-ai, chat", "inspect-ai, responses", "lm-eval"])
-def test_a_harness_gets_the_figure_of_eval_from_the_same_tokens(
-    folder: Path, served: tuple[float, Ids, dict[str, str]], harness: str
-) -> None:
+def test_a_harness_gets_evals_figure(folder: Path, served: tuple[float, Ids, dict[str, str]], harness: str) -> None:
     figure, ids, environment = served
     log = folder / "run" / "serve" / "turns.jsonl"
     before = len(log.read_text().splitlines())

@@ -248,9 +248,7 @@ def recipe_of(strategy: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_ranks_of_one_machine_listen_on_loopback(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_machine_listen_on_loopback(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the launcher's rendezvous name their store is a file; without it, a loopback port."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -183,9 +183,7 @@ _DATA = {"__pycache__", "chat_templates", "pages", "page", "shapes", "templates"
 
 @pytest.mark.processes
 def test_the_core_names_no_world() -> None:
-    worlds = {
-        place.name for place in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (place / "__init__.py").exists()
-    }
+    worlds = {at.name for at in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (at / "__init__.py").exists()}
     named = {name for point in (WORLDS, SOURCES, COMMANDS) for name in registered(point)}
     # also the names of sections, commands and protocols
     others = {"audit", "images", "index", "openenv", "replay", "search", "verifiers", "worlds"}

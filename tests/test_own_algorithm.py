@@ -158,10 +158,7 @@ def test_what_a_function_raises_is_told_with_its_name(files: Path) -> None:
         Estimator(AdvantageConfig(estimator="own.py:raises"))([rewards(0.0, 1.0)])
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [("detached", "no gradient"), ("endless_loss", "not finite")],
-)
+@pytest.mark.parametrize(("name", "told"), [("detached", "no gradient"), ("endless_loss", "not finite")])
 def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str) -> None:
     logprob = torch.zeros(3, requires_grad=True)
     with pytest.raises(SettingError, match=rf"train\.loss\.policy: .*own\.py:{name}.*{told}|{told}.*own\.py:{name}"):

@@ -142,9 +142,7 @@ def far(url: str) -> str:
         *((ask, "ALL_PROXY", "socks5h://") for ask in (ask_index, ask_mcp_server)),
     ],
 )
-async def test_remote_servers_are_reached_through_it(
-    ask: Ask, variable: str, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_remote_servers_by_proxy(ask: Ask, variable: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served_to(ask) as url, forward_proxy() as proxy:
         monkeypatch.setenv(variable, f"{scheme}127.0.0.1:{proxy.port}")
         await ask(far(url), monkeypatch)
@@ -204,9 +202,7 @@ IN_ALL = "the proxy http://a:1 (ALL_PROXY)"
         ({"ALL_PROXY": "a:1", "NO_PROXY": "far.example:80,10.0.0.0/8"}, "http://far.example:8000", IN_ALL),
     ],
 )  # fmt: skip
-def test_the_variable_that_counts(
-    variables: dict[str, str], url: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_count(variables: dict[str, str], url: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, variables)
     assert str(proxy_for(url)) == found
 

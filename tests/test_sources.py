@@ -65,9 +65,7 @@ def drawn(output: Path) -> list[tuple[str, str, Any, int]]:
 
 @pytest.mark.processes
 @pytest.mark.extended
-def test_sources_keep_apart_and_a_resumed_run_draws_what_it_would_have_drawn(
-    recipe: Path, tmp_path: Path, agentfactory: Command
-) -> None:
+def test_sources_keep_apart_and_a_resumed_run_draws_alike(recipe: Path, tmp_path: Path, agentfactory: Command) -> None:
     whole = tmp_path / "whole"
     told = train(agentfactory, recipe, whole)
     assert "first look at the model on source hunt:" in told

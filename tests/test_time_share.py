@@ -25,9 +25,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_run_that_takes_turns_can_be_killed_and_resumed(
-    quickstart_run: Path, warm_start: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_takes_turns_is_killed_and_resumed(quickstart_run: Path, warm_start: Path, tmp_path: Path) -> None:
     engine, url = start_engine(
         *(warm_start, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32"),
         log=tmp_path / "engine.log",

@@ -178,9 +178,7 @@ def series(rows: Iterator[tuple[int, dict[str, Any]]]) -> Series:
     "read",
     [tensorboard_series, *(pytest.param(read, marks=pytest.mark.extended) for read in (wandb_series, trackio_series))],
 )
-def test_trackers_hold_what_metrics_jsonl_holds(
-    tracked: Tracked, trackio_storage: Any, read: Callable[[Tracked, Any], Series]
-) -> None:
+def test_trackers_hold_metrics(tracked: Tracked, trackio_storage: Any, read: Callable[[Tracked, Any], Series]) -> None:
     expected = series((line["step"], {k: v for k, v in line.items() if k != "step"}) for line in tracked.lines)
     assert [line["step"] for line in tracked.lines] == [1, 2, 3, 4]
     assert {"loss", "reward", "grad_norm", "mismatch/kl", "seconds/step"} <= expected.keys()

@@ -23,9 +23,7 @@ TRAIN = str(REPOSITORY / "train.py")
         ([str(QUICKSTART / "grpo.yaml")], "agentfactory serve"),
     ],
 )
-def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
-    arguments: list[str], words: str, tmp_path: Path
-) -> None:
+def test_what_train_py_cannot_do_names_the_command_that_can(arguments: list[str], words: str, tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2
     assert words in result.stderr

@@ -73,13 +73,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"layer_types": ["hybrid"] * 4, "num_experts_per_tok": 1, "router_hidden_size": 32},
 }
 """Fields that single families need in addition, or that take back one of the above (None)."""
-UNSETTABLE = (
-    [],
-    ["head_dim"],
-    ["num_key_value_heads", "head_dim"],
-    ["sliding_window"],
-    ["num_hidden_layers", "num_layers"],
-)
+FIXED = [], ["head_dim"], ["num_key_value_heads", "head_dim"], ["sliding_window"], ["num_hidden_layers", "num_layers"]
 """Fields that some configurations refuse, in turn."""
 
 
@@ -118,10 +112,7 @@ ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "dynamic": (
         "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
-            "max_position_embeddings": 32,
-        },
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}, "max_position_embeddings": 32},
     ),
 }
 """Kinds of positions that depend on the longest sequence of a pass if it has more than 32 tokens: a family, and fields
@@ -132,7 +123,7 @@ def tiny_network(family: str, **fields: Any) -> PreTrainedModel:
     """Return a random network of a family, with these fields of its configuration in place of the usual ones."""
     kind, given = CONFIG_MAPPING[family], _fitting(family) | fields
     refused: Exception | None = None
-    for unsettable in UNSETTABLE:
+    for unsettable in FIXED:
         try:
             config = kind(**{name: value for name, value in given.items() if name not in unsettable})
             break

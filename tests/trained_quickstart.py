@@ -9,12 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
-OVERRIDES = [
-    "sft.train.steps=120",
-    "grpo.train.steps=2",
-    "grpo.train.warmup_steps=0",
-    "grpo.eval.data.limit=10",
-]
+OVERRIDES = ["sft.train.steps=120", "grpo.train.steps=2", "grpo.train.warmup_steps=0", "grpo.eval.data.limit=10"]
 
 
 def train_once(shared: Path) -> Path:

@@ -133,9 +133,7 @@ OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
 def params_of(kinds: Sequence[str], *marks: Any) -> list[Any]:
     """Return a fixture's parameters with `marks`; kinds with missing packages are skipped."""
     missing = {kind: [n for n in _NEEDED.get(kind, ("torchvision",)) if not is_installed(n)] for kind in kinds}
-    skips = {
-        kind: pytest.mark.skipif(bool(needed), reason=f"needs {', '.join(needed)}") for kind, needed in missing.items()
-    }
+    skips = {kind: pytest.mark.skipif(bool(lack), reason=f"needs {', '.join(lack)}") for kind, lack in missing.items()}
     return [pytest.param(kind, marks=[skips[kind], *marks]) for kind in kinds]
 
 

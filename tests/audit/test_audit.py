@@ -333,9 +333,7 @@ def test_a_run_that_stopped_says_why(run: Path, stage: Path) -> None:
     assert (finding.severity, finding.text.endswith("without a word: it was killed")) == (Severity.WARNING, True)
 
 
-def test_the_command_prints_text_json_and_a_page(
-    run: Path, stage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_json_and_a_page(run: Path, stage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(run), "--json", "--html", str(tmp_path / "page.html")]) == 0
     sft, grpo = map(json.loads, capsys.readouterr().out.splitlines())
     assert (sft["run"], grpo["run"], grpo["worst"]) == ("run/sft", "run/grpo", None)

@@ -190,9 +190,7 @@ def test_options_are_checked_before_a_server_starts(
 
 
 @pytest.mark.extended
-def test_the_command_shows_both_with_their_intervals(
-    saved: SavedChain, quickstart_run: Path, tmp_path: Path, agentfactory: Any
-) -> None:
+def test_both_have_their_intervals(saved: SavedChain, quickstart_run: Path, tmp_path: Path, agentfactory: Any) -> None:
     call = json.dumps(MOVE_EAST)
     command = ["replay", str(quickstart_run), saved.chain.id, "--turn", "2", "--samples", "8"]
     result = agentfactory(*command, "--action", call, "--json", "--as", "sft", "--save", str(tmp_path / "rows.jsonl"))

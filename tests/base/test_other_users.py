@@ -32,9 +32,7 @@ from agentfactory.trainers.sync.server_control import ServerControl
 from agentfactory.worlds.browse.database import Database
 
 NOBODY = 65534
-LOCKS = (
-    "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(1, flush=True); sys.stdin.read()"
-)
+LOCK = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(1, flush=True); sys.stdin.read()"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
 
 
@@ -48,7 +46,7 @@ def public() -> Iterator[Path]:
 @contextmanager
 def locked_by_nobody(file: Path) -> Iterator[int | None]:
     """Let a process of another user open a file for reading and lock it. Yield its pid; None if it could not."""
-    command = ["/usr/bin/python3", "-I", "-S", "-c", LOCKS, str(file)]
+    command = ["/usr/bin/python3", "-I", "-S", "-c", LOCK, str(file)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, user=NOBODY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/") as process:
         try:

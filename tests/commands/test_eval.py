@@ -57,9 +57,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.extended
-def test_a_checkpoint_evaluates_to_what_training_logged(
-    agentfactory: Command, quickstart_run: Path, whole: Path
-) -> None:
+def test_a_checkpoint_evaluates_to_what_was_logged(agentfactory: Command, quickstart_run: Path, whole: Path) -> None:
     checkpoint = max((quickstart_run / "grpo" / "checkpoints").iterdir())
     arguments = [str(quickstart_run / "recipe.yaml"), f"output={whole}", "--checkpoint", str(checkpoint)]
     result = agentfactory("eval", *arguments, status=0)
@@ -90,24 +88,22 @@ def test_any_chat_endpoint_is_a_baseline(
     recipe = str(quickstart_run / "recipe.yaml")
     small = [f"output={whole}", "grpo.eval.data.limit=4", "--samples", "2"]
     with serve_chat(model_behind(warm_server, warm_start)) as server:
-        result = agentfactory("eval", recipe, *small, "--url", server.url, status=0)
-    assert f"querying teacher at {server.url} by OpenAI's chat API" in result.stdout
-    assert "pass@2" in result.stdout
+        done = agentfactory("eval", recipe, *small, "--url", server.url, status=0)
+    assert f"querying teacher at {server.url} by OpenAI's chat API" in done.stdout
+    assert "pass@2" in done.stdout
     chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
     assert len(chains) == 4 * 2 + 4
     assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
     assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
     # the same model by token ids, as the server that takes them says of itself
-    result = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"), status=0)
-    assert f"querying policy at {warm_server} by token ids" in result.stdout
+    done = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"), status=0)
+    assert f"querying policy at {warm_server} by token ids" in done.stdout
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
     reward = by_ids["eval/greedy/reward"]
     assert by_messages["eval/greedy/reward"] == reward
-    beside = result.stdout.partition("greedy, beside ")[2]
-    assert re.search(rf"reward +│ +{reward:.4f} │ +{reward:.4f} │ +\+0\.0000 │ +not known +│ +4 ", beside), (
-        result.stdout
-    )
+    beside = done.stdout.partition("greedy, beside ")[2]
+    assert re.search(rf"reward +│ +{reward:.4f} │ +{reward:.4f} │ +\+0\.0000 │ +not known +│ +4 ", beside), done.stdout
 
 
 def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:
@@ -134,16 +130,12 @@ OWN, THERE = (), ("server.url=http://h:1",)
         (THERE, (None, "x/y", "http://h:1", None), None),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    overrides: tuple[str, ...], asked: tuple[Any, ...], told: str | None, project: Path
-) -> None:
+def test_refused_options(overrides: tuple[str, ...], asked: tuple[Any, ...], told: str | None, project: Path) -> None:
     with nullcontext() if told is None else pytest.raises(SettingError, match=told):
         eval_command.check(load_recipe("recipe.yaml", overrides, "eval"), *asked)
 
 
-def test_a_server_that_does_not_answer_is_told(
-    agentfactory: Command, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_server_is_told(agentfactory: Command, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = "no server answers at http://127.0.0.1:9"
     result = agentfactory("rollout", "recipe.yaml", "server.url=http://127.0.0.1:9")
     assert (result.returncode, told in result.stderr, "Traceback" in result.stderr) == (1, True, False)

@@ -21,9 +21,7 @@ def check(servers: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
     return status, captured.out + captured.err
 
 
-def test_a_leak_is_found_and_its_remedy_works(
-    stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_leak_and_its_remedy(stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory = {**stateful["memory"], "env": {"MEMORY_FILE_PATH": str(tmp_path / "memory.jsonl")}}
     status, said = check({"memory": memory}, tmp_path, capsys)
     assert status != 0
@@ -40,9 +38,7 @@ def test_a_leak_is_found_and_its_remedy_works(
     assert "its data may keep" not in said
 
 
-def test_state_that_is_shared_on_purpose_is_reported(
-    stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_state_shared_on_purpose(stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     think = stateful["sequential-thinking"]
     status, said = check({"think": {**think, "isolation": "shared"}}, tmp_path, capsys)
     assert status == 0, said

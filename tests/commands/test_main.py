@@ -56,10 +56,7 @@ BROKEN = [
     ),
     ("mcp_servers.a.url=localhost:8000", r"mcp_servers\.a\.url: .*'localhost:8000'.*http://127"),
     ("", r"model\.path: .*model has no config\.json; fix: name a folder"),
-    (
-        "tools=[] rollout.agent={command: sh run.sh}",
-        r"rollout\.agent\.command: .*not a list.*fix: write \[",
-    ),
+    ("tools=[] rollout.agent={command: sh run.sh}", r"rollout\.agent\.command: .*not a list.*fix: write \["),
     (
         "tools=[] rollout.agent={command: [sh, '${here}/nope.sh']}",
         r"rollout\.agent\.command\.1: .*nope\.sh: no such file; fix: name an existing script",
@@ -105,9 +102,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("fault", "told"), BROKEN)
-def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
-    fault: str, told: str, project: Path, capsys: Output
-) -> None:
+def test_broken_recipes_end_with_a_message_and_no_file(fault: str, told: str, project: Path, capsys: Output) -> None:
     old, changes, new = fault.partition(" => ")
     if changes:
         text = (project / "recipe.yaml").read_text()
@@ -198,7 +193,7 @@ def test_refusals_of_other_modules_are_told_in_one_line(project: Path, capsys: O
         assert told.err.startswith("agentfactory: ")
 
 
-def imported_by(code: str, cwd: Path) -> set[str]:
+def imports(code: str, cwd: Path) -> set[str]:
     code += "\nimport sys; print('\\n'.join(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     return set(result.stdout.split())
@@ -209,12 +204,10 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "mcp", "matplotlib",
 
 def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> None:
     names = "Environment, Group, Outcome, Trajectory, reward, tool"
-    assert not HEAVY & imported_by(f"from agentfactory import {names}", project)
+    assert not HEAVY & imports(f"from agentfactory import {names}", project)
     check = "from agentfactory.commands.main import main; main(['train', 'recipe.yaml', '--dry-run'])"
-    assert not HEAVY & imported_by(check, project)
-    assert not HEAVY & imported_by(
-        "import agentfactory.launching.launcher, agentfactory.commands.server_commands", project
-    )
+    assert not HEAVY & imports(check, project)
+    assert not HEAVY & imports("import agentfactory.launching.launcher, agentfactory.commands.server_commands", project)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +223,7 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
     ],
 )
 def test_the_processes_of_a_run_load_only_what_they_need(tmp_path: Path, module: str, spared: set[str]) -> None:
-    assert not spared & imported_by(f"import {module}", tmp_path)
+    assert not spared & imports(f"import {module}", tmp_path)
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
@@ -251,14 +244,12 @@ def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[st
     for command in re.findall(r"^    ([a-z]+)\b", everything, re.MULTILINE):
         examples = shown(command, "--help").partition("examples:\n")[2].splitlines()
         assert examples
-        for example in examples:
+        for line in examples:
             # without what only a shell reads
-            words = shlex.split(
-                example.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", "")
-            )
-            assert words[:2] == ["agentfactory", command]
-            if words[1:3] != ["tools", "serve"]:
-                assert parse(words[1:]).command == command
+            args = shlex.split(line.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", ""))
+            assert args[:2] == ["agentfactory", command]
+            if args[1:3] != ["tools", "serve"]:
+                assert parse(args[1:]).command == command
 
 
 @pytest.mark.parametrize(
@@ -319,7 +310,7 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
 def test_a_tab_does_not_import_the_viewer(project: Path) -> None:
     code = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
     code += "from agentfactory.commands.options import answer_completion; "
-    assert "agentfactory.viewer.app" not in imported_by(f"{code}answer_completion()", project)
+    assert "agentfactory.viewer.app" not in imports(f"{code}answer_completion()", project)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -232,9 +232,7 @@ def test_check_opens_and_resets(recipe: Path, tools: Tools) -> None:
 
 
 @pytest.mark.processes
-def test_check_says_what_is_wrong_with_each_server(
-    recipe: Path, tools: Tools, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_check_says_what_is_wrong_with_a_server(recipe: Path, tools: Tools, caplog: pytest.LogCaptureFixture) -> None:
     (recipe.parent / "odd.py").write_text(SCHEMA % "{'x': {'type': 'nonsense'}}")
     dead = {"command": "python", "args": ["-c", "import sys; sys.exit('I am broken')"]}
     servers = {"dead": dead, "odd": {"module": "odd.py:odd"}, "twice": {"module": "things.py:add"}}

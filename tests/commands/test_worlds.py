@@ -184,9 +184,7 @@ def test_a_world_is_shown(garden: str, worlds: Worlds) -> None:
 
 
 def test_installed_worlds_are_listed_with_what_is_missing(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "agentfactory.base.user_code.extras.is_installed", lambda package: package != "html_to_markdown"
-    )
+    monkeypatch.setattr("agentfactory.base.user_code.extras.is_installed", lambda name: name != "html_to_markdown")
     entries = {(each["kind"], each["name"]): each for each in json.loads(worlds(0, "list", "--json").out)}
     browse = entries["world", "browse"]
     assert browse["needs"] == ["agentfactory-rl[browse]"]

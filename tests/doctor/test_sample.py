@@ -19,27 +19,23 @@ CALLS_NOTHING = "train.steps=3", "train.batch_size=2", "rollout.group_size=4", "
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_a_model_is_looked_at_before_training(
-    project: Path, agentfactory: Command, warm_start: Path, warm_server: str
-) -> None:
+def test_a_look_before_training(project: Path, agentfactory: Command, warm_start: Path, warm_server: str) -> None:
     """The quickstart's model in another task, where it calls no tool that exists and all rewards are 0."""
     before = {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")}
     there = [f"model.path={warm_start}", f"server.url={warm_server}", "rollout.max_total_tokens=1024"]
     result = agentfactory("doctor", "recipe.yaml", "--sample", "6", *there, *CALLS_NOTHING)
     assert result.returncode == 0, result.stdout + result.stderr
-    said = result.stdout
-    assert f"sampling 6 chains in 2 groups with policy at {warm_server}\n" in said
-    assert f"ok       first look: 6 chains of 1 task with policy at {warm_server}\n         calls: " in said
-    assert "calls: 0 of 6 chains called a tool, " in said
-    assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in said
-    assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
+    out = result.stdout
+    assert f"sampling 6 chains in 2 groups with policy at {warm_server}\n" in out
+    assert f"ok       first look: 6 chains of 1 task with policy at {warm_server}\n         calls: " in out
+    assert "calls: 0 of 6 chains called a tool, " in out
+    assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in out
+    assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in out
     # the chains' lengths, not half of what the limits allow
-    assert re.search(r"\nok       time: a step takes about .* sampled of \d+ tokens \(those sampled\)", said)
-    assert said.count("\n         first turn (reward 0) ") == 3
-    assert (
-        "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: such groups teach nothing\n" in said
-    )
-    assert "\n         fix: easier rows of data" in said
+    assert re.search(r"\nok       time: a step takes about .* sampled of \d+ tokens \(those sampled\)", out)
+    assert out.count("\n         first turn (reward 0) ") == 3
+    assert "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: such groups teach nothing\n" in out
+    assert "\n         fix: easier rows of data" in out
     assert not (project / "runs").exists()
     assert {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")} == before
 

@@ -112,9 +112,7 @@ def start_counting() -> int:
         pytest.param(NF4, {"batching": "tree"}, id="qlora-tree", marks=needs("bitsandbytes")),
     ],
 )
-def test_the_trainers_table_is_what_torch_allocates(
-    wide: Path, lora: dict[str, Any] | None, settings: dict[str, Any]
-) -> None:
+def test_the_trainers_table_is_allocated(wide: Path, lora: dict[str, Any] | None, settings: dict[str, Any]) -> None:
     made = make_recipe(wide, lora, **settings)
     table = trainer_memory(made, AutoConfig.from_pretrained(wide), "cuda")
     held = start_counting()

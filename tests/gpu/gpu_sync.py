@@ -82,9 +82,7 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, "canary"])
-def test_the_canary_proves_an_honest_sync(
-    small: Path, url: str, accelerator: Accelerator, tmp_path: Path, lora: str | None
-) -> None:
+def test_an_honest_sync(small: Path, url: str, accelerator: Accelerator, tmp_path: Path, lora: str | None) -> None:
     common = {"dtype": "bfloat16", "accelerator": accelerator}
     Run("base-1", small, tmp_path / "base", url, adapters=False, **common).push_base()
     rate = 1e-3 if lora else 1e-4

@@ -81,9 +81,7 @@ def last(stage: Path) -> Path:
     return max((stage / "checkpoints").glob("step-*"))
 
 
-def test_an_adapter_goes_on_or_is_merged_and_resumes_between_and_within_stages(
-    done: Callable[..., str], whole: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_goes_on_or_is_merged_and_resumes(done: Callable[..., str], whole: Path, tmp_path: Path) -> None:
     half = killed_between_stages(whole, "half")
     said = done("train", "both.yaml", "output=half", "--resume", "grpo.train.steps=1")
     assert "stage 1 of 2: sft (completed)" in said

@@ -116,10 +116,7 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     result = run(staged, "seed=5", "first.train.steps=12")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert [line for line in lines if line.startswith("training")] == [
-        "training first from 0",
-        "training second from 0",
-    ]
+    assert [row for row in lines if row.startswith("training")] == ["training first from 0", "training second from 0"]
     assert lines[-2].startswith("both: 3 steps; checkpoint runs/both/second/checkpoints/step-000003; ")
     assert lines[-2].endswith("; curve runs/both/curve.png; run folder runs/both")
     assert lines[-1] == "look at it: agentfactory view runs/both"

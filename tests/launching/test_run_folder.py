@@ -104,10 +104,7 @@ def test_only_a_run_is_reopened(tmp_path: Path) -> None:
     assert folder.read_summary() == {}
 
 
-@pytest.mark.parametrize(
-    ("size", "left"),
-    [(99, "one\ntwo\n"), (8, "one\ntwo\n"), (7, "one\n"), (3, "")],
-)
+@pytest.mark.parametrize(("size", "left"), [(99, "one\ntwo\n"), (8, "one\ntwo\n"), (7, "one\n"), (3, "")])
 def test_growing_files_are_cut_to_whole_lines(tmp_path: Path, size: int, left: str) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     folder.metrics.write_text("one\ntwo\nthr")

@@ -27,8 +27,6 @@ def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: in
     steps = [line for line in lines_of(tmp_path / "grpo" / "run") if "mismatch/max" in line]
     # the server's log-probabilities are the trainer's
     assert max(step["mismatch/max"] for step in steps) < 1e-3
-    chains = [
-        chain for group in read_groups(tmp_path / "grpo" / "run" / "trajectories") for chain in group.trajectories
-    ]
+    chains = [one for group in read_groups(tmp_path / "grpo" / "run" / "trajectories") for one in group.trajectories]
     # a new row begins where the template rewrites a turn, as harmony does with one that is malformed
     assert sum(len(chain.rows) == 1 for chain in chains) > 0.95 * len(chains)

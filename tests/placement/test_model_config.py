@@ -8,11 +8,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from agentfactory.placement.meta_model import difference
 from tests.placement.shapes import SEVEN, sizes
 
-QWEN: dict[str, Any] = {
-    **SEVEN,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": False,
-}
+QWEN = {**SEVEN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 
@@ -21,11 +17,7 @@ def qwen(**changes: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantization_config": AWQ, "dtype": "float16", "use_cache": False},
-        {"tie_word_embeddings": True},
-    ],
+    "changes", [{"quantization_config": AWQ, "dtype": "float16", "use_cache": False}, {"tie_word_embeddings": True}]
 )
 def test_a_copy_in_another_precision_is_the_same_model(changes: dict[str, Any]) -> None:
     assert difference(qwen(), qwen(**changes)) is None

@@ -256,9 +256,7 @@ def test_the_shapes_of_our_recipes_models_need_no_network(file: Path, monkeypatc
         ("mode=separate sync.backend=ipc", "sync.backend", "file or nccl"),
     ],
 )
-def test_refused_whatever_devices_there_are(
-    project: Path, settings: str, field: str, fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_anywhere(project: Path, settings: str, field: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # that vLLM is installed nowhere here is another check's business
     monkeypatch.setattr("agentfactory.rollout.inference.server_command_line.missing_from", lambda *_: None)
     assert refused(fix, "server.engine=vllm", *f"placement.{settings}".split()).field == field
@@ -317,9 +315,7 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(project
     assert sorted(project.rglob("*")) == before
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [unfit] * len(recipes))
     assert refused_by_launcher(project, load_and_check(), "does not fit; fix: a smaller model") == ["the table"]

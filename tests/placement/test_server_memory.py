@@ -62,9 +62,7 @@ LONG += [[np.append(LONG[0][0], np.arange(1, 129)), np.append(LONG[0][2], np.ara
 @pytest.mark.parametrize(
     ("length", "sequences", "prompts"), [(250, 32, SHORT), pytest.param(4096, 4, LONG, marks=pytest.mark.long)]
 )
-def test_the_embedded_engine_takes_what_is_planned(
-    length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
-) -> None:
+def test_the_engine_takes_the_plan(length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str) -> None:
     check_planned(Qwen3Config(**SMALL), length, sequences, prompts, dtype)
 
 

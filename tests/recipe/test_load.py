@@ -138,9 +138,7 @@ def test_hub_names_stay(project: Path) -> None:
     assert (recipe.model.path, recipe.data.path) == ("Qwen/Qwen3-0.6B", "openai/gsm8k")
 
 
-def test_an_mcp_command_starts_in_its_recipes_folder_and_python_is_this_one(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_mcp_command_starts_beside_its_recipe_by_this_python(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(project))
     server = "mcp_servers: {files: {command: python, args: [server.py], environment: {}}}"
     write(project / "sub" / "r.yaml", f"extends: ../recipe.yaml\n{server}\n")

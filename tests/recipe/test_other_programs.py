@@ -146,9 +146,7 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
         ('"deny": ["a"], "excludeTools": ["b"]', "excludeTools", "given with deny", "keep one of the two"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_taken_is_named_with_the_line_to_write(
-    entry: str, field: str, problem: str, fix: str, tmp_path: Path
-) -> None:
+def test_what_is_not_taken_has_a_line_to_write(entry: str, field: str, problem: str, fix: str, tmp_path: Path) -> None:
     file = whole(tmp_path, f'{{"mcpServers": {{"s": {{"command": "python", {entry}}}}}}}')
     error = refused(re.escape(problem), path=file)
     assert error.field == f"mcpServers.s.{field}"

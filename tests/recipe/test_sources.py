@@ -152,9 +152,7 @@ def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[...
         check_recipe(write([SUMS]), folder, None)
 
 
-def test_the_command_line_sets_a_field_of_a_source_by_number_or_name(
-    write: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_overrides_set_a_field_of_a_source_by_number_or_name(write: Callable[..., Recipe], tmp_path: Path) -> None:
     write([SUMS, HALLS])
     changes = ["data.sources.1.weight=3", "data.sources.sums.limits.calls=4", "data.sources.0.path=task/halls.jsonl"]
     recipe = load_and_check(path := tmp_path / "task" / "recipe.yaml", changes)

@@ -16,13 +16,7 @@ prepare = load_object("prepare.py:prepare", RECIPES)
 
 @pytest.mark.parametrize(
     ("shown", "right"),
-    [
-        (["", "66"], 1.0),
-        (["66", ""], 0.0),
-        (["", "166"], 0.0),
-        (["", "Traceback ... 66"], 0.0),
-        ([], 0.0),
-    ],
+    [(["", "66"], 1.0), (["66", ""], 0.0), (["", "166"], 0.0), (["", "Traceback ... 66"], 0.0), ([], 0.0)],
 )
 def test_what_the_interpreter_shows_last_counts(shown: list[str], right: float) -> None:
     messages = [{"role": "user", "content": "Take 17, add 5, then multiply by 3."}]

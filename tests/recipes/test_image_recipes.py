@@ -272,9 +272,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         }
     )
     # without a judge
-    options = [
-        {key: reward.options[key] for key in reward.options.keys() - {"url", "model"}} for reward in loaded.rewards
-    ]
+    options = [{key: one.options[key] for key in one.options.keys() - {"url", "model"}} for one in loaded.rewards]
     rewards = [reward.model_copy(update={"options": own}) for reward, own in zip(loaded.rewards, options, strict=True)]
     return loaded.model_copy(update={"data": data.model_copy(update={"split": "train"}), "rewards": rewards})
 

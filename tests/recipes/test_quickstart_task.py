@@ -78,11 +78,7 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
         (tmp_path / name).mkdir()
         prepare(tmp_path / name, seed)
     files = sorted(path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file())
-    assert [str(file) for file in files if file.suffix == ".jsonl"] == [
-        "heldout.jsonl",
-        "train.jsonl",
-        "transcripts.jsonl",
-    ]
+    assert [str(f) for f in files if f.suffix == ".jsonl"] == ["heldout.jsonl", "train.jsonl", "transcripts.jsonl"]
     for file in files:
         assert (tmp_path / "again" / file).read_bytes() == (prepared / file).read_bytes(), file
     for file in ("train.jsonl", "heldout.jsonl", "transcripts.jsonl", "model/model.safetensors"):
@@ -90,26 +86,24 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
 
 
 def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    renderer = load_renderer(
-        load_and_check(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
-    )
-    assert renderer.info["template"] == "tokenizer"
-    assert renderer.info["choice"] == "append"
+    chat = load_renderer(load_and_check(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes")
+    assert chat.info["template"] == "tokenizer"
+    assert chat.info["choice"] == "append"
     assert is_chat_template_prefix_preserving(tokenizer)
-    assert renderer.stop_token_ids == [tokenizer.eos_token_id]
+    assert chat.stop_token_ids == [tokenizer.eos_token_id]
     specs = [TreasureHunt.move.spec]
     for row in read_rows(prepared / "transcripts.jsonl")[:20]:
         messages = row["messages"]
-        ids = renderer.open(messages[:1], specs)
+        ids = chat.open(messages[:1], specs)
         for index in range(1, len(messages), 2):
             text = tokenizer.apply_chat_template(messages[:index], tools=row["tools"], add_generation_prompt=True)
             assert ids == text["input_ids"]
             whole = tokenizer.apply_chat_template(messages[: index + 1], tools=row["tools"])["input_ids"]
             sampled = whole[len(ids) : whole.index(tokenizer.eos_token_id, len(ids)) + 1]
-            parsed = renderer.parse(sampled)
+            parsed = chat.parse(sampled)
             assert [call.arguments for call in parsed.calls] == [
                 call["function"]["arguments"] for call in messages[index].get("tool_calls", [])
             ]
             ids = ids + sampled
             if index + 1 < len(messages):
-                ids += renderer.extend(ids, messages[: index + 2], messages[index + 1 : index + 2], specs)
+                ids += chat.extend(ids, messages[: index + 2], messages[index + 1 : index + 2], specs)

@@ -118,9 +118,7 @@ async def test_rewards_by_hand(
     ("name", "arguments"),
     [("find_on_page", {"text": "Tovla"}), ("browse", {"url": "ftp://Tovla/"}), ("browse", {"url": "{source}?Tovla"})],
 )
-async def test_what_the_model_wrote_itself_is_not_said_by_the_page(
-    tmp_path: Path, address: str, name: str, arguments: dict[str, str]
-) -> None:
+async def test_own_words_are_no_page(tmp_path: Path, address: str, name: str, arguments: dict[str, str]) -> None:
     source = f"{address}/people/halvard.html"
     arguments = {key: value.format(source=source) for key, value in arguments.items()}
     last = arguments["url"] if arguments.get("url", "").startswith(source) else source

@@ -20,9 +20,7 @@ CALL = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
 
 @pytest.mark.parametrize("prefix", ["<think>\n", "Well, "])
 @pytest.mark.parametrize("template", [None, STRIPS_REASONING])
-async def test_each_turn_begins_with_the_assistant_prefix_which_is_context(
-    tmp_path: Path, prefix: str, template: str | None
-) -> None:
+async def test_turns_begin_with_the_prefix_which_is_context(tmp_path: Path, prefix: str, template: str | None) -> None:
     rest = "hm\n</think>\n\n" if "think" in prefix else ""
     texts = [f"{rest}{CALL}", f"{rest}done"]
     fields = {"rollout": {"assistant_prefix": prefix}}

@@ -201,12 +201,8 @@ async def test_of_parts_the_text_is_taken(tmp_path: Path) -> None:
     assert server.requests[-1]["messages"][1]["content"] == "three"
 
 
-UNSUPPORTED = (
-    "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-)
-COLD = (
-    "Unsupported value: 'temperature' does not support {:g} with this model. Only the default (1) value is supported."
-)
+REFUSED = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+HOT = "Unsupported value: 'temperature' does not support {:g} with this model. Only the default (1) value is supported."
 UNFINISHED = "Could not finish the message because max_tokens or model output limit was reached. Please try again."
 
 
@@ -216,9 +212,9 @@ def reasoning_model(*answers: Any) -> Answer:
 
     async def answer(request: dict[str, Any]) -> Any:
         if "max_tokens" in request:
-            return 400, UNSUPPORTED
+            return 400, REFUSED
         if request.get("temperature", 1) != 1:
-            return 400, COLD.format(request["temperature"])
+            return 400, HOT.format(request["temperature"])
         return (400, UNFINISHED) if request["max_completion_tokens"] < 100 else await scripted(request)
 
     return answer
@@ -312,9 +308,7 @@ def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(
         assert look_at(server.url, None, None) == look_at(server.url + "/v1", None, None) == "teacher"
         opened = open_all(loaded, lambda part: open_chat_runner(part, QUICKSTART, server.url))
         by_messages = run_eval(recipe, tmp_path / "chat", logged.append, opened)
-    greedy = {
-        name: value for name, value in by_ids.means.items() if name.startswith("greedy/") and "seconds" not in name
-    }
+    greedy = {name: mean for name, mean in by_ids.means.items() if name.startswith("greedy/") and "seconds" not in name}
     assert greedy["greedy/tool_calls"] > 0
     no_rows = {"greedy/rows": 0.0, "greedy/row_tokens": 0.0}
     assert {name: by_messages.means[name] for name in greedy} == greedy | no_rows

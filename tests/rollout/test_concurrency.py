@@ -58,10 +58,7 @@ def test_seats_stay_within_the_caches_and_every_chain_ends(data: st.DataObject) 
         starting = Counter[object]()
         for chain in admission.chains.values():
             starting[chain.home] += ceil(chain.taken) if chain.state is State.STARTING else 0
-        full = {
-            home: admission.used[home] - starting[home] > FULL * cache.blocks
-            for home, cache in admission.caches.items()
-        }
+        full = {at: admission.used[at] - starting[at] > FULL * cache.blocks for at, cache in admission.caches.items()}
         for chain in admission.admit():
             assert chain.home in admission.caches
             alone = sum(other.home == chain.home for other in admission.chains.values()) == 1

@@ -71,10 +71,7 @@ def delivered(group: Group, *chains: str) -> bytes:
 
 
 def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
-    for end in (
-        worker(["g000001"], ["g000001"]),
-        worker(["g000000"], ["g000001"], trained=("g000001", "g000002")),
-    ):
+    for end in (worker(["g000001"], ["g000001"]), worker(["g000000"], ["g000001"], trained=("g000001", "g000002"))):
         end.take_batch(1)
         with pytest.raises(WorkerDiedError, match=r"sent a group that was already delivered, one of g000001"):
             end.take_batch(1)
@@ -89,10 +86,7 @@ def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
 
 def test_groups_arrive_in_pieces_between_other_messages() -> None:
     row = Row(list(range(300_000)), [1] * 300_000, [-0.125] * 300_000)
-    groups = [
-        Group("g\n1", {"question": "}\n"}, [Trajectory("g\n1.0", [], [row], Outcome.COMPLETED)]),
-        Group("g2", {}, []),
-    ]
+    groups = [Group("g\n1", {"q": "}\n"}, [Trajectory("g\n1.0", [], [row], Outcome.COMPLETED)]), Group("g2", {}, [])]
     end = worker()
     sent = (
         encode("alive", counts=[1, 1, 0, 0, 0, 0.0])
@@ -167,9 +161,7 @@ def test_the_death_of_one_worker_ends_the_wait_for_all() -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_that_does_not_end_is_killed_with_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_stays_is_killed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(worker_socket, "END_SECONDS", 0.1)
     end = worker()
     end._process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])

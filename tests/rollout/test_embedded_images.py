@@ -222,9 +222,7 @@ def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatc
     assert counts == [2, 1]
 
 
-def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_bounded_and_what_is_gone_is_computed_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, network, pad = started(model)
     encoder, counts = engine.encoder, count_images(monkeypatch)
     encoder._features = ByteCache(limit=40_000)

@@ -54,10 +54,8 @@ ENCODERS = {
 
 def hostile(encoder: Encoder) -> st.SearchStrategy[str]:
     names = [token.content for token in encoder.tokenizer.added_tokens_decoder.values() if len(token.content) < 30]
-    parts = names + [name[:n] for name in names for n in range(1, len(name), 3)] + [name[1:] for name in names]
-    return st.lists(st.sampled_from([*parts, " ", "\n", MARK, "\ud800"]) | st.text(max_size=4), max_size=12).map(
-        "".join
-    )
+    some = names + [name[:n] for name in names for n in range(1, len(name), 3)] + [name[1:] for name in names]
+    return st.lists(st.sampled_from([*some, " ", "\n", MARK, "\ud800"]) | st.text(max_size=4), max_size=12).map("".join)
 
 
 @pytest.mark.slow

@@ -35,9 +35,7 @@ def opening(
 HUNT = [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")]
 
 
-def test_saved_groups_follow_the_recipes_policies(
-    warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
-) -> None:
+def test_groups_follow_the_policies(warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
     """With a limit of one turn, a chain that calls a tool ends there; its outcome is set to be retried, not scored."""
     rollout = {"group_size": 2, "max_turns": 1, "max_tokens": 40, "on_outcome": {"max_turns": "retry"}}
     recipe = recipe_of(warm_start, tools=HUNT, rollout=rollout)
@@ -65,9 +63,7 @@ def stop(prediction):
 """
 
 
-def test_what_was_sampled_before_a_signal_is_kept_apart(
-    warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
-) -> None:
+def test_what_a_signal_cut_is_apart(warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     recipe = recipe_of(warm_start, tools=HUNT, rewards=["stops.py:stop"], rollout={"group_size": 8, "max_tokens": 40})
     tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=1))
@@ -135,9 +131,7 @@ def test_what_cannot_run_is_told_before_any_chain_runs(warm_server: str, warm_st
     assert not list(tmp_path.glob("*rollout*"))
 
 
-async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
-    warm_server: str, warm_start: Path, tmp_path: Path
-) -> None:
+async def test_without_a_reward_the_commonest_error_is_told(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
     source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction):\n    return {}['lft']\n"
     (tmp_path / "users.py").write_text(source)
     rollout = {"max_turns": 1, "max_tokens": 2}

@@ -23,20 +23,18 @@ CORPUS = [
 
 def byte_level(pattern: str | None, normalizer: Any = None) -> Tokenizer:
     """A byte-level BPE; `pattern`: None for GPT-2's own."""
-    tokenizer = Tokenizer(models.BPE())
+    bpe = Tokenizer(models.BPE())
     if normalizer is not None:
-        tokenizer.normalizer = normalizer
+        bpe.normalizer = normalizer
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_])
+    bpe.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False)
-    )
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
-    return tokenizer
+    bpe.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False))
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    bpe.add_tokens(["<think>", "</think>", "<tool_call>"])
+    return bpe
 
 
 TOKENIZERS = {"gpt-2": byte_level(None), "qwen": byte_level(QWEN, normalizers.NFC()), "llama 3": byte_level(LLAMA)}
@@ -69,9 +67,7 @@ def other_ids(tokenizer: Tokenizer) -> Any:
     return fastokens.Tokenizer.from_json_str(json.dumps(saved))
 
 
-def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ids_are_found_at_the_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = TOKENIZERS["qwen"]
     different = other_ids(tokenizer)
     monkeypatch.setattr(fastokens, "Tokenizer", SimpleNamespace(from_json_str=lambda _: different))
@@ -81,9 +77,7 @@ def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
     assert "gives other ids for" in caplog.text
 
 
-def test_other_ids_are_found_among_later_texts_and_never_used_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ids_are_found_later_and_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = TOKENIZERS["qwen"]
     encoding = FastEncoding(tokenizer)
     monkeypatch.setattr("agentfactory.rollout.text.encoding.COMPARED", 5)

@@ -231,9 +231,7 @@ async def test_a_killed_teacher_comes_back_and_every_trained_chain_is_graded(
     assert not any("seconds/teacher" in entry for entry in run.metrics())
 
 
-async def test_each_source_is_graded_by_its_own_teacher(
-    tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
-) -> None:
+async def test_each_source_has_its_own_teacher(tmp_path: Path, warm_start: Path, strong: Path, tasks: Path) -> None:
     for name in ("weak", "strong"):
         (tmp_path / name).mkdir()
     with (

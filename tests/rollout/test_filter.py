@@ -5,12 +5,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.groups.group_filter import (
-    MAX_LOST_IN_A_ROW,
-    GroupFilter,
-    Worth,
-    worth,
-)
+from agentfactory.rollout.groups.group_filter import MAX_LOST_IN_A_ROW, GroupFilter, Worth, worth
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 CUT = {"on_outcome": {"max_tokens": "mask", "max_turns": "drop", "timeout": "keep"}}

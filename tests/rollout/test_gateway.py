@@ -243,30 +243,6 @@ async def test_the_recipes_tools_are_the_agents_to_call(tmp_path: Path) -> None:
     assert len(trajectory.rows) == 1
 
 
-async def test_a_key_gives_nothing_of_another_chain(tmp_path: Path) -> None:
-    endpoints: list[Endpoint] = []
-
-    async def run(client: AsyncOpenAI, endpoint: Endpoint, chain: str) -> str:
-        endpoints.append(endpoint)
-        messages: list[Any] = [{"role": "user", "content": "secret"}]
-        answer = await client.chat.completions.create(model="m", messages=messages)
-        for key in ("", "chain-guess", *(other.key for other in endpoints[:-1])):
-            stranger = AsyncOpenAI(base_url=endpoint.url, api_key=key or "none", max_retries=0)
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.chat.completions.create(model="m", messages=messages)
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.models.list()
-            await stranger.close()
-        assert [model.id async for model in client.models.list()] == ["policy"]
-        return answer.choices[0].message.content or ""
-
-    async with scripted_chains(tmp_path, ["one", "two"], agent=FunctionAgent("a.py:run", run)) as chains:
-        first, second = await chains.run(), await chains.run()
-        chains.check(first, second)
-    assert (first.result, second.result) == ("one", "two")
-    assert len({endpoint.key for endpoint in endpoints}) == 2
-
-
 async def test_a_call_that_no_client_can_decode_is_text(tmp_path: Path) -> None:
     half = '<tool_call>\n{"name": "note", "arguments": {"text": "\\ud800"}}\n</tool_call>'
 

@@ -65,9 +65,7 @@ async def send(program: Program, path: str, key: str, body: bytes, *headers: str
 
 
 @pytest.mark.parametrize("path", [CHAT, "/reward"])
-async def test_a_body_that_does_not_come_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_a_slow_body_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(request_bodies, "BODY_SECONDS", 0.5)
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
         running, key = await taken(chains, program)
@@ -91,9 +89,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, ASKED), ("/reward", {"reward": 7})])
-async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
+async def test_a_request_after_its_chain_changes_nothing(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     async with elsewhere(tmp_path, ["a", "b"], rewards=[]) as (chains, program):
         running = begin(chains)
         key, late = (await program.take())["key"], json.dumps(body).encode()
@@ -200,9 +196,7 @@ async def test_broken_bodies_are_refused_and_the_chain_goes_on(tmp_path: Path) -
         assert (await running).turns == 1
 
 
-async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lone_surrogates_reach_the_person_and_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     half = "no \ud800 plan"
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
         chains.runner = chains.runner.watched(tasks=1)

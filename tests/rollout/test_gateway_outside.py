@@ -12,7 +12,7 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
+from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.gateway import outside_agent as outside
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
@@ -177,6 +177,3 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
     with pytest.raises(SettingError, match=r"rollout\.agent: the variable AGENTFACTORY_TOKEN is not set"):
         OutsideAgent(OutsideOptions())
-    assert RolloutConfig(agent="outside").agent == AgentConfig(name="outside")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one of name and command"):
-        AgentConfig(name="outside", command=["x"])

@@ -96,9 +96,7 @@ def program_chains(folder: Path, script: str, kind: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", SandboxKind)
-async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_an_openai_program_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("SECRET", "mine")
     template = tmp_path / "template"
     template.mkdir()
@@ -365,18 +363,13 @@ def test_rows_that_a_program_cannot_use_are_refused_before_a_run(
         ["uv", "run", "a.py"],
     ],
 )
-def test_a_script_must_be_in_the_folder_of_its_chain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_a_script_is_in_its_chains_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     number = next(number for number, part in enumerate(command) if "." in part)
     script = Path(command[number].removeprefix("${chain}/"))
     (tmp_path / script).parent.mkdir(exist_ok=True)
     (tmp_path / script).touch()  # the current folder does not count
-    rows: list[dict[str, Any]] = [
-        {"question": "go", "files": {str(script): "", "b": ""}},
-        {"question": "go", "files": {}},
-    ]
+    rows = [{"question": "go", "files": {str(script): "", "b": ""}}, {"question": "go", "files": {}}]
     problem = rf"rollout\.agent\.command\.{number}: .*{script}: no such file in the chain's folder"
     fix = rf"; fix: write \${{here}}/{script} for a file beside the recipe, or put it into"
     agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)
@@ -412,9 +405,7 @@ def test_other_relative_paths_may_be_outputs(tmp_path: Path, command: list[str])
     agent.check_rows([{"question": "go", "script": "a"}], "data")
 
 
-def test_a_program_of_the_chains_folder_must_be_there_and_executable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_of_the_folder_is_there_and_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, tmp_path / "desk"):
         folder.mkdir(exist_ok=True)
@@ -450,9 +441,7 @@ ADDRESS = "fix: let its client take its address and key from the variables OPENA
         ),
     ],
 )
-async def test_an_agent_without_a_turn_gets_the_address_as_the_fix_if_it_is(
-    tmp_path: Path, code: str, words: str, is_address: bool
-) -> None:
+async def test_an_agent_without_a_turn_gets_the_fix(tmp_path: Path, code: str, words: str, is_address: bool) -> None:
     trajectory = await play(tmp_path, f"from openai import OpenAI\n{code}\n", [], kind="none")
     assert trajectory.outcome is Outcome.AGENT_ERROR
     assert re.search(words, trajectory.error or ""), trajectory.error

@@ -80,12 +80,7 @@ async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
         return Played(await chains.run(), chains.sent()[-1])
 
 
-SEARCH, REST, LOOK, RECITE = (
-    call("search", query="a"),
-    call("rest", seconds=60),
-    call("look"),
-    call("recite", words=400),
-)
+SEARCH, REST, LOOK, TALK = call("search", query="a"), call("rest", seconds=60), call("look"), call("recite", words=400)
 COST = {"cost": 1, "cost_per_call": {"search": 0.75}}
 
 
@@ -95,7 +90,7 @@ COST = {"cost": 1, "cost_per_call": {"search": 0.75}}
     [
         (Limit.COST, COST, [SEARCH] * 3, "Not run: search costs 0.75, and of the limit of 1 only", "tool_limit"),
         (Limit.SECONDS_PER_CALL, {"seconds_per_call": {"rest": 0.1}}, [SEARCH, REST], "Stopped: the ", "tool_timeout"),
-        (Limit.RESULT_TOKENS, {"result_tokens": 120}, [SEARCH, RECITE], "word0 word1", None),
+        (Limit.RESULT_TOKENS, {"result_tokens": 120}, [SEARCH, TALK], "word0 word1", None),
         (Limit.IMAGES, {"images": 1}, [LOOK, LOOK], "Image not shown: the limit of 1 image", None),
     ],
 )
@@ -149,7 +144,7 @@ async def test_without_a_breach_nothing_moves(tmp_path: Path) -> None:
             "The message was cut at 40 tokens: write a shorter one.",
         ),
         # no token is left for another turn
-        ("context_overflow", {"max_total_tokens": 1500}, [RECITE, "done"], 1, "recite"),
+        ("context_overflow", {"max_total_tokens": 1500}, [TALK, "done"], 1, "recite"),
     ],
 )
 async def test_limits_of_turns_and_tokens(

@@ -10,9 +10,7 @@ from agentfactory.rollout.text.renderer import Parsed, Renderer
 from tests.model_families import FAMILIES, Family, renderer_of
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-NOTE = ToolSpec(
-    "note", "Take a note.", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-)
+NOTE = ToolSpec("note", "Note.", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
 
 
 def written(renderer: Renderer, *names: str, thought: str = "") -> str:

@@ -146,10 +146,7 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
             functions = [spec.to_openai()["function"] for spec in SPECS]
             taken.insert(0, {**system, "tools": json.dumps(functions, ensure_ascii=False)})
         whole = renderer.tokenizer.apply_chat_template(
-            taken,
-            tools=[spec.to_openai() for spec in SPECS],
-            chat_template=template.source,
-            add_generation_prompt=True,
+            taken, tools=[spec.to_openai() for spec in SPECS], chat_template=template.source, add_generation_prompt=True
         )["input_ids"]
         assert renderer.open(instructed, SPECS) == whole
         same += 1

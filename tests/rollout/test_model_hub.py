@@ -133,9 +133,7 @@ def test_a_name_that_the_hub_does_not_know(headers: dict[str, str], monkeypatch:
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_downloads_are_used_while_the_hub_is_out_of_reach(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_downloads_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     download(MODEL)
     with nobody() as url:
         monkeypatch.setattr(constants, "ENDPOINT", url)

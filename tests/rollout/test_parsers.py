@@ -17,12 +17,8 @@ from agentfactory.rollout.text.parsers.values import MAX_LITERAL
 
 
 def spec(name: str, required: list[str] | None = None, /, **properties: Any) -> ToolSpec:
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties) if required is None else required,
-    }
-    return ToolSpec(name, f"{name} does a thing.", schema)
+    told = {"type": "object", "properties": properties, "required": list(properties) if required is None else required}
+    return ToolSpec(name, f"{name} does a thing.", told)
 
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
@@ -136,7 +132,7 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             "I go.\n" + seed("put", items="['a', None]", where="{'x': True}").replace("><", ">\n<"),
             [("put", {"items": ["a", None], "where": {"x": True}})],
             "I go.",
-        ),
+        )
     ],
     "apertus": [
         # the closing token may be the end-of-turn token, which the text does not include

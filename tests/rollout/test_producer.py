@@ -152,9 +152,7 @@ WAIT = [{"name": "slow", "seconds": [0.0, 0.0, 60.0]}, *({"name": f"t{n}", **FAS
 """A task with a chain that does not end, and nine that end at once."""
 
 
-async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_ended(
-    quickstart_run: Path, tmp_path: Path
-) -> None:
+async def test_a_group_that_is_too_old_is_trained_with_the_ended_chains(quickstart_run: Path, tmp_path: Path) -> None:
     async with training(quickstart_run, tmp_path, WAIT, steps=3, max_staleness=1, late_chains="drop") as trainer:
         chains, figures = await trainer.next_batch()
         assert chains == ["g000001.0", "g000001.1", "g000001.2"], "the younger group overtakes"
@@ -192,21 +190,19 @@ async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(producer, "LATE_SECONDS", 0.5)
-    async with training(
-        quickstart_run, tmp_path, slow_and_fast(2.0), 4, max_staleness=1, late_chains="wait"
-    ) as trainer:
-        assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
+    async with training(quickstart_run, tmp_path, slow_and_fast(2.0), 4, max_staleness=1, late_chains="wait") as run:
+        assert (await run.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
         assert "late chains" not in caplog.text
-        trainer.publish(1)
-        chains, figures = await trainer.next_batch()
+        run.publish(1)
+        chains, figures = await run.next_batch()
         told = "waited 0.5 s for late chains: 1 of 3 chains of group g000000 (row 1 of data) still run; fix: "
         assert caplog.text.count(told) == 1
         assert chains == ["g000000.0", "g000000.1", "g000000.2"], "and not g000002, which is complete"
         assert figures["cancelled/chains"] == 0
         assert [group.id for group in read_groups(tmp_path / "train.jsonl")] == ["g000001", "g000002", "g000000"]
         for version, group in ((2, "g000002"), (3, "g000003")):
-            trainer.publish(version)
-            assert groups_of((await trainer.next_batch())[0]) == {group}
+            run.publish(version)
+            assert groups_of((await run.next_batch())[0]) == {group}
 
 
 async def batch_after_the_fast_groups(trainer: Trainer) -> tuple[list[str], dict[str, float]]:
@@ -216,9 +212,7 @@ async def batch_after_the_fast_groups(trainer: Trainer) -> tuple[list[str], dict
     return await trainer.next_batch()
 
 
-async def test_a_late_group_is_trained_after_others_when_its_chains_have_ended(
-    quickstart_run: Path, tmp_path: Path
-) -> None:
+async def test_a_late_group_is_trained_after_others_when_its_chains_end(quickstart_run: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline"}
     async with training(quickstart_run, tmp_path, slow_and_fast(2.0), 4, **options) as trainer:
         chains, figures = await batch_after_the_fast_groups(trainer)
@@ -411,17 +405,15 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
             resumed = Resumed.from_saved(
                 read_groups(path), trained, {f"m{n}": n for n in range(version + 1)}, version, config
             )
-        async with training(
-            quickstart_run, tmp_path, tasks, steps, version=version, resumed=resumed, **options
-        ) as trainer:
+        async with training(quickstart_run, tmp_path, tasks, steps, version=version, resumed=resumed, **options) as run:
             with suppress(TimeoutError):
                 stops += 1
                 async with asyncio.timeout(draw.uniform(0.05, 0.1 * stops)):
                     while version < steps:
-                        batch, _ = await trainer.batches.get()
+                        batch, _ = await run.batches.get()
                         version += 1
                         if version < steps:
-                            trainer.publish(version)
+                            run.publish(version)
                         train_state.append([one.chains[0].partition(".")[0] for one in batch])
                         # the moment of the checkpoint
                         size = path.stat().st_size
@@ -435,4 +427,4 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
         if position not in {place.position for place in places}:
             first, second = (saved.get(Place(position, attempt).group_id) for attempt in (0, 1))
             assert first, "no place is forgotten"
-            assert worth(first, trainer.producer.config) is Worth.EQUAL or second, "nor given up at once"
+            assert worth(first, run.producer.config) is Worth.EQUAL or second, "nor given up at once"

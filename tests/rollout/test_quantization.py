@@ -124,9 +124,7 @@ def expected_logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["policy", "tuned"])
-def test_the_server_computes_with_rounded_weights_under_adapters_that_are_not(
-    server: ServerControl, folder: Path, name: str
-) -> None:
+def test_weights_are_rounded_under_adapters_that_are_not(server: ServerControl, folder: Path, name: str) -> None:
     def load(rounds: bool) -> nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():

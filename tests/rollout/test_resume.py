@@ -113,18 +113,16 @@ class Simulated:
     fail until group `hope`; those of the second succeed every other time."""
 
     def __init__(self, file: Path, share: Share, hope: int, saved: list[Group] = (), **curricula: Any) -> None:  # type: ignore[assignment]
-        config = RolloutConfig.model_validate({"group_size": 1, "curriculum": curricula.get("curriculum")})
+        told = RolloutConfig.model_validate({"group_size": 1, "curriculum": curricula.get("curriculum")})
         orders = [TaskOrder([{"question": str(row)} for row in range(5)], seed, shuffle=True) for seed in (1, 2)]
         resumed, mixing = None, curricula.get("mixing")
         if saved:
             trained = {group.id for group in saved}
-            resumed = Resumed.from_saved(saved, trained, VERSIONS, 8, config, mixing is not None, share)
+            resumed = Resumed.from_saved(saved, trained, VERSIONS, 8, told, mixing is not None, share)
         self.hope = hope
         order, admission = TaskMix(orders, [1.0, 1.0], seed=0), Admission(1, 0, total=10_000)
         newest, deliver = Published(8, "8", "8"), AsyncMock()
-        self.producer = GroupProducer(
-            config, [], order, admission, newest, file, deliver, resumed, share, mixing=mixing
-        )
+        self.producer = GroupProducer(told, [], order, admission, newest, file, deliver, resumed, share, mixing=mixing)
         self.open: deque[OpenGroup] = deque()
 
     def play(self, groups: int) -> list[int]:

@@ -272,10 +272,8 @@ async def test_greedy_tokens_are_transformers(client: Client) -> None:
 async def test_log_probabilities_are_those_after_temperature(client: Client) -> None:
     model = reference(client.server.model)
     cases = [(some_ids(n, n), t) for n in (1, 2, 33, 150, 700) for t in (0.7, 1.0, 1.6)]
-    choices = await asyncio.gather(
-        *[client.generate(p, temperature=t, max_tokens=5 + i) for i, (p, t) in enumerate(cases)]
-    )
-    for i, ((prompt, temperature), choice) in enumerate(zip(cases, choices, strict=True)):
+    got = await asyncio.gather(*[client.generate(p, temperature=t, max_tokens=5 + i) for i, (p, t) in enumerate(cases)])
+    for i, ((prompt, temperature), choice) in enumerate(zip(cases, got, strict=True)):
         assert len(choice["token_ids"]) == 5 + i
         check_logprobs(model, prompt, choice, temperature)
 
@@ -412,10 +410,8 @@ async def test_a_turn_ends_at_the_context_length(client: Client) -> None:
 def check_full_updates(server: Served, tmp_path: Path) -> None:
     """Send three versions through the trainer's own sync; the server must sample with each."""
     control = ServerControl(server.url)
-    recipe = TrainRecipe.model_validate(
-        {"model": {"path": str(server.model), "dtype": "float32"}, "train": {"steps": 1}}
-    )
-    policy = load_policy(recipe)
+    plan = TrainRecipe.model_validate({"model": {"path": str(server.model), "dtype": "float32"}, "train": {"steps": 1}})
+    policy = load_policy(plan)
     sync = FileSync([control], tmp_path)
     prompt = some_ids(200)
     params = {"temperature": 0.0, "max_tokens": 24, "logprobs": 0, "ignore_eos": True}

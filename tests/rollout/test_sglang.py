@@ -260,15 +260,13 @@ def test_hashes_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("function", [ON_CPU, ON_GPU])
 def test_content_is_proven_by_sglangs_hashes(function: str) -> None:
     """Projections are stacked, a vocabulary is padded, and a norm is stored in float32."""
-    generator = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     shapes = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
     layer = "model.layers.0.self_attn"
-    state = {
-        f"{layer}.{name}.weight": torch.randn(rows, 8, generator=generator).bfloat16() for name, rows in shapes.items()
-    }
+    state = {f"{layer}.{name}.weight": torch.randn(rows, 8, generator=draw).bfloat16() for name, rows in shapes.items()}
     stacked = torch.cat(list(state.values()))
-    state["model.embed_tokens.weight"] = table = torch.randn(70, 8, generator=generator).bfloat16()
-    state["model.norm.weight"] = norm = torch.randn(8, generator=generator).bfloat16()
+    state["model.embed_tokens.weight"] = table = torch.randn(70, 8, generator=draw).bfloat16()
+    state["model.norm.weight"] = norm = torch.randn(8, generator=draw).bfloat16()
     served = {
         f"{layer}.qkv_proj.weight": stacked,
         "model.embed_tokens.weight": torch.cat([table, table.new_zeros(58, 8)]),

@@ -58,11 +58,8 @@ async def requests() -> list[tuple[str, Any]]:
 @pytest.mark.skipif(SGLANG_PYTHON is None, reason="needs SGLang: AGENTFACTORY_SGLANG_PYTHON")
 def test_sglangs_own_classes_take_every_request_and_the_hashes_are_sglangs(tmp_path: Path) -> None:
     lines = [json.dumps(each) for each in asyncio.run(requests())]
-    command, env = (
-        [str(SGLANG_PYTHON), "-m", "tests.sglang_itself"],
-        {**os.environ, "SGLANG_HASH_FOLDER": str(tmp_path)},
-    )
-    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=600, env=env)
+    start, env = [str(SGLANG_PYTHON), "-m", "tests.sglang_itself"], {**os.environ, "SGLANG_HASH_FOLDER": str(tmp_path)}
+    done = subprocess.run(start, input="\n".join(lines), capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     count, hashes = json.loads(done.stdout.splitlines()[-1])
     assert count == len(lines)

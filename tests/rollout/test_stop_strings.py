@@ -66,9 +66,7 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
         ("tags", f"{NOTE}<information>noted</information><answer>3</answer>", f"{NOTE}<information>"),
     ],
 )
-async def test_what_a_server_samples_after_a_stop_is_in_no_row(
-    tmp_path: Path, parser: str, text: str, kept: str
-) -> None:
+async def test_what_is_sampled_after_a_stop_is_in_no_row(tmp_path: Path, parser: str, text: str, kept: str) -> None:
     # this server knows no stop strings
     last = "Final Answer: 3" if parser == "react" else "<answer>3</answer>"
     async with scripted_chains(tmp_path, [text, last], rollout={"parser": parser}) as chains:

@@ -179,9 +179,7 @@ async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None
     row = two_turns()
     async with teaching(model, top_k=3) as (teacher, client):
         await client.check()
-        teacher.spoil = lambda scores: [
-            entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in scores
-        ]
+        teacher.spoil = lambda scores: [one and {t: {**v, "logprob": -0.3} for t, v in one.items()} for one in scores]
         with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
             await client.grade(chain(row))
         assert row.teacher_logprobs is None
@@ -251,9 +249,7 @@ UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
-    model: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_cannot_grade_is_refused(model: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_client, "ANSWERS_WITHIN", 0.5 if case == "mute" else 10.0)
     change, reason = UNFIT[case]
     async with teaching(model, top_k=64) as (teacher, client):
@@ -330,9 +326,7 @@ async def test_faults_of_single_chains_that_no_retry_heals_end_the_run(model: Pa
 
 
 @pytest.mark.parametrize("held", ["is_paused", None])
-async def test_a_silent_server_is_given_up_whatever_it_reports(
-    model: Path, monkeypatch: pytest.MonkeyPatch, held: str | None
-) -> None:
+async def test_a_silent_server_is_given_up(model: Path, monkeypatch: pytest.MonkeyPatch, held: str | None) -> None:
     monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.2)
     async with teaching(model) as (teacher, client):
         await client.check()

@@ -127,10 +127,8 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
 async def test_what_a_chain_waits_for_is_named(tmp_path: Path, hangs: str, outcome: Outcome, error: str) -> None:
     hall = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall"}}}
     rollout = {"timeout_seconds": 1.5}
-    scripted = scripted_chains(
-        tmp_path, [NOTE, "done"], source=HANGS, **hall, rewards=["notes.py:judged"], rollout=rollout
-    )
-    async with scripted as chains:
+    said = scripted_chains(tmp_path, [NOTE, "done"], source=HANGS, **hall, rewards=["notes.py:judged"], rollout=rollout)
+    async with said as chains:
         trajectory = await chains.run(hangs=hangs)
     assert (trajectory.outcome, trajectory.reward) == (outcome, None)
     assert str(trajectory.error).startswith(error)
@@ -265,8 +263,6 @@ def test_a_check_of_rows_that_hangs_is_named() -> None:
 
     rewards = Rewards([Slow()])
     rewards._entries = [replace(entry, timeout_seconds=0.1) for entry in rewards._entries]
-    problem = (
-        r"Slow\.check took longer than rewards\.0\.timeout_seconds=0\.1, in row 1 of data; fix: correct it, or raise"
-    )
-    with pytest.raises(SettingError, match=problem):
+    told = r"Slow\.check took longer than rewards\.0\.timeout_seconds=0\.1, in row 1 of data; fix: correct it, or raise"
+    with pytest.raises(SettingError, match=told):
         rewards.check_rows([{"question": "?"}], "data")

@@ -140,9 +140,7 @@ def test_every_sampled_token_names_its_weights(played: tuple[list[Trajectory], R
             assert named == row.mask
 
 
-def test_server_and_trainer_agree_on_log_probabilities(
-    played: tuple[list[Trajectory], Recording], warm_start: Path
-) -> None:
+def test_server_and_trainer_agree_on_logprobs(played: tuple[list[Trajectory], Recording], warm_start: Path) -> None:
     worst = largest_difference(played[0], warm_start)
     print(f"largest difference over {CHAINS} chains: {worst:.2e}")
     assert worst <= 1e-4
@@ -165,17 +163,15 @@ async def test_adversarial_templates_train_no_token_that_was_not_sampled(templat
 
     source = "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> int:\n    'Add.'\n    return a + b\n"
     fields = {"tools": ["notes.py:add"], "rewards": ["notes.py:nothing"], "rollout": {"max_turns": 6, "max_tokens": 60}}
-    question = {
-        "messages": [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "<think>a</think>x"}]
-    }
-    question["messages"].append({"role": "user", "content": "again"})
+    asked = {"messages": [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "<think>a</think>x"}]}
+    asked["messages"].append({"role": "user", "content": "again"})
     async with scripted_chains(tmp_path, script, source=source + ZERO, renderer=renderer, **fields) as chains:
-        trajectories = await chains.run_all([question] * 30)
+        trajectories = await chains.run_all([asked] * 30)
         server = chains.server
     assert not any(t.outcome.failed for t in trajectories), {t.error for t in trajectories}
     assert max(t.turns for t in trajectories) > 2
     for t in trajectories:
-        said = [m["content"] for m in t.messages[len(question["messages"]) :] if m["role"] == "assistant"]
+        said = [m["content"] for m in t.messages[len(asked["messages"]) :] if m["role"] == "assistant"]
         turns = [t.rows[row].token_ids[start:end] for row, start, end in t.turn_spans()]
         assert [renderer.parse(ids).message["content"] for ids in turns] == said, "each turn is found in the rows"
     check_rows(trajectories, list(zip(server.requests, server.responses, strict=True)))

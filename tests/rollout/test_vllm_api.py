@@ -229,9 +229,7 @@ async def test_requests_and_answers_of_the_workers(table: Table) -> None:
     found = re.findall(r'^ {12}"(\w+)": |parameters\["(\w+)"\]', inspect.getsource(Sampler.sample), re.M)
     sampling = {plain or later: 1 for plain, later in found}
     assert {"temperature", "max_tokens", "stop", "logit_bias"} <= sampling.keys()
-    images: Any = SimpleNamespace(
-        collapsed=lambda: [1], parts=parts, spans=[], fault=lambda ids: ids != [1, 2] and "other"
-    )
+    images = SimpleNamespace(collapsed=lambda: [1], parts=parts, spans=[], fault=lambda ids: ids != [1, 2] and "other")
     client, teacher = InferenceClient(URL), TeacherClient(TeacherServer(URL), "policy", 9, 1.0)
     for each in (client, teacher._client):
         each.connection.request = ask  # type: ignore[method-assign, assignment]

@@ -190,10 +190,7 @@ SERVERS = [
         program="bin/cli.mjs",
         fields={"env": {"NOTION_TOKEN": "ntn_x"}},
     ),
-    Tried(
-        "@upstash/context7-mcp@4.1.1",
-        ("resolve-library-id", {}, "is a required property", BAD),
-    ),
+    Tried("@upstash/context7-mcp@4.1.1", ("resolve-library-id", {}, "is a required property", BAD)),
     Tried(
         "@wonderwhy-er/desktop-commander@0.2.52",
         ("get_config", {}, "blockedCommands"),

@@ -29,13 +29,11 @@ def pack(file: Path, notebook: Path) -> None:
     """Pack a file system with this Python, its standard library, and the server, so that no registry is needed."""
     libraries = [Path(found) for found in re.findall(r"(?:=> )?(/\S+) \(0x", run("ldd", str(PYTHON)).stdout)]
     standard = Path(sysconfig.get_paths()["stdlib"])
-    left_out = re.compile(
-        r"/(site-packages|test|idlelib|__pycache__|config-[^/]*|ensurepip|lib2to3|tkinter|pydoc_data)$"
-    )
+    unused = re.compile(r"/(site-packages|test|idlelib|__pycache__|config-[^/]*|ensurepip|lib2to3|tkinter|pydoc_data)$")
     with tarfile.open(file, "w") as archive:
         for path in (PYTHON, *libraries):
             archive.add(path.resolve(), str(path).lstrip("/"))
-        archive.add(standard, filter=lambda member: None if left_out.search(member.name) else member)
+        archive.add(standard, filter=lambda member: None if unused.search(member.name) else member)
         archive.add(notebook, "notebook.py")
 
 

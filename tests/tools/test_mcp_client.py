@@ -21,9 +21,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.processes
 
 
-async def test_a_killed_child_fails_its_chains_and_comes_back(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_killed_child_comes_back(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log: list[dict[str, Any]] = []
     entry = {**NOTEBOOK, "isolation": "shared", "environment": ROLES}
     others = set(psutil.Process().children())
@@ -110,9 +108,7 @@ async def test_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "hush" not in str(log)
 
 
-async def test_no_container_without_a_program_that_works(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_container_without_a_program(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "_works", [])
     broken = tmp_path / "docker"
     broken.write_text("#!/bin/sh\necho 'is the daemon running?' >&2\nexit 1\n")
@@ -137,9 +133,7 @@ if sys.argv[1] == "run":
 
 
 @pytest.mark.parametrize("isolation", ["shared", "process"])
-async def test_the_command_line_of_a_container(
-    isolation: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_container_command(isolation: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a fake docker that records its arguments, and runs a server without a container."""
     monkeypatch.setattr(containers, "_works", [])
     monkeypatch.setenv("SECRET", "hush")

@@ -79,9 +79,7 @@ def test_images_and_what_the_model_does_not_see_stay_whole() -> None:
 )
 @pytest.mark.parametrize("size", [7, 10_000])
 @pytest.mark.parametrize("last", [False, True])
-def test_what_cannot_be_cut_becomes_an_error_with_its_id(
-    result: dict[str, Any], reason: str, size: int, last: bool
-) -> None:
+def test_what_cannot_be_cut_is_an_error_with_its_id(result: dict[str, Any], reason: str, size: int, last: bool) -> None:
     """Check both positions of the id: servers in Python write it first, servers in TypeScript last."""
     frame = {"jsonrpc": "2.0", "id": "seven"}
     whole = {"result": result, **frame} if last else {**frame, "result": result}

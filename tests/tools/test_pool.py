@@ -237,7 +237,7 @@ async def test_closing_ends_held_instances_and_fails_those_who_wait() -> None:
     warm=st.integers(0, 3),
     max_uses=st.one_of(st.none(), st.integers(1, 3)),
 )
-def test_nothing_is_lost_whoever_is_cancelled_or_fails(
+def test_cancellations_and_faults_lose_nothing(
     seed: int, capacity: int | None, warm: int, max_uses: int | None
 ) -> None:
     chance = random.Random(seed)

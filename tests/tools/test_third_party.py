@@ -114,12 +114,8 @@ async def test_sequential_thinking_without_a_word_about_isolation(stateful: dict
     assert record["processes"] >= 1
     assert record["mebibytes_each"] == 75
 
-    shared = recipe_of(think={**entry, "isolation": "shared"})
-    async with (
-        open_toolset(shared, tmp_path) as toolset,
-        toolset.chain("a", {}) as one,
-        toolset.chain("b", {}) as other,
-    ):
+    both = recipe_of(think={**entry, "isolation": "shared"})
+    async with open_toolset(both, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as other:
         await ask(one, "sequentialthinking", **thought(1))
         assert '"thoughtHistoryLength": 2' in await ask(other, "sequentialthinking", **thought(1))
 

@@ -278,15 +278,12 @@ async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path:
 async def test_names_that_models_see(folder: Path) -> None:
     one = {"module": "scratchpad.py:Scratchpad", "allow": ["write", "read"], "deny": ["write"], "prefix": "one_"}
     two = {"module": "scratchpad.py:Scratchpad", "prefix": "two_", "deny": ["tear"]}
-    async with (
-        open_toolset(recipe_of(one=one, two=two), folder) as toolset,
-        toolset.chain("a", {"word": "w"}) as session,
-    ):
+    async with open_toolset(recipe_of(one=one, two=two), folder) as toolset, toolset.chain("a", {"word": "w"}) as chain:
         assert [spec.name for spec in toolset.specs] == ["one_read", "two_write", "two_read"]
-        assert (await session.call(make("two_write", word="x"))).content == "wrote x"
-        assert [(await session.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
-        assert (await session.call(make("two_tear"))).error is CallError.UNKNOWN_TOOL
-        assert (await session.call(make("two_write"))).content == "Invalid arguments for two_write: word is missing."
+        assert (await chain.call(make("two_write", word="x"))).content == "wrote x"
+        assert [(await chain.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
+        assert (await chain.call(make("two_tear"))).error is CallError.UNKNOWN_TOOL
+        assert (await chain.call(make("two_write"))).content == "Invalid arguments for two_write: word is missing."
 
 
 async def test_objects_beside_the_recipe(folder: Path) -> None:

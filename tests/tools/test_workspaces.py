@@ -105,9 +105,7 @@ def test_folders_beside_each_other_are_removed_and_links_are_not_followed(tmp_pa
         ({"args": ["${chain}"], "workspace": "none"}, r"workspace: .*none is not a folder"),
     ],
 )
-def test_what_an_entry_refers_to_is_checked(
-    fields: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_of_entries(fields: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("desk").mkdir()
     with pytest.raises(SettingError, match=rf"^mcp_servers\.x\.{said}"):

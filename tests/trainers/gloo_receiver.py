@@ -55,10 +55,8 @@ class Worker:
             self.weights[name] = part.clone().view(dtype).view(shape)
 
     def checksums(self) -> dict[str, str]:
-        digests = {
-            n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()) for n, w in self.weights.items()
-        }
-        return {f"dp0:pp0:pcp0:tp0:{name}": digest.hexdigest() for name, digest in digests.items()}
+        sums = {n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()) for n, w in self.weights.items()}
+        return {f"dp0:pp0:pcp0:tp0:{name}": digest.hexdigest() for name, digest in sums.items()}
 
 
 def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:

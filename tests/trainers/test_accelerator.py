@@ -162,9 +162,7 @@ def test_one_process_where_the_recipe_asks_for_two(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("setting", _FSDP_SETTINGS)
-def test_settings_of_fsdp_that_would_be_ignored_are_refused(
-    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_ignored_settings_of_fsdp_are_refused(make_recipe: Make, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(setting, "other")

@@ -38,9 +38,7 @@ def test_a_reference_is_frozen_and_all_adapters_are_in_float32() -> None:
     tokens = tables_of(network, [3, 5])
     model = add_adapter(network, RecipeLora(rank=2), "all-linear", 0, tokens)
     add_reference_adapter(model)
-    adapters = {
-        name: weight for name, weight in model.named_parameters() if {"default", "reference"} & {*name.split(".")}
-    }
+    adapters = {name: own for name, own in model.named_parameters() if {"default", "reference"} & {*name.split(".")}}
     assert {weight.dtype for weight in adapters.values()} == {torch.float32}
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained == {name for name in adapters if "reference" not in name}
@@ -56,9 +54,7 @@ def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_begins_where_the_other_ended_and_so_does_its_reference(
-    make_recipe: Make, trained: tuple[Path, Policy], dtype: Any
-) -> None:
+def test_it_and_its_reference_begin_as_the_other(make_recipe: Make, trained: tuple[Path, Policy], dtype: Any) -> None:
     folder, before = trained
     recipe = make_recipe(lora={"rank": 3, "from": str(folder)}, loss=KL)
     recipe.model.dtype = dtype
@@ -92,9 +88,7 @@ def test_a_critic_begins_with_the_policys_features(make_recipe: Make, trained: t
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fit(
-    make_recipe: Make, trained: tuple[Path, Policy]
-) -> None:
+def test_adapters_of_another_network_are_refused_by_a_tensor(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
     for lora, named in (({"rank": 3, "target_modules": ["q_proj"]}, "nothing"), ({"rank": 2}, r"\(3, ")):
         recipe = make_recipe(lora={**lora, "from": str(trained[0])})
         with pytest.raises(SettingError, match=rf"model\.lora\.from: .*{named}"):

@@ -37,6 +37,7 @@ def names(folder: Path) -> list[str]:
         (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
         (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
+        (lambda path: (path / "digests.json").write_text("{}"), r"digests\.json lists no files"),
     ],
 )
 def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:

@@ -37,9 +37,7 @@ from tests.trainers.resumed import train_twice
 pytestmark = pytest.mark.numbers
 
 
-def test_full_checkpoint_is_loaded_by_transformers(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_transformers_loads_a_checkpoint(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     recipe = make_recipe()
     recipe.model.dtype = "bfloat16"
     learner = Learner(recipe, on_cpu())
@@ -83,9 +81,7 @@ RARELY = [pytest.param(case, marks=[pytest.mark.extended] if case in RARE else [
 
 
 @pytest.mark.parametrize("case", RARELY)
-def test_training_goes_on_bit_by_bit(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
-) -> None:
+def test_goes_on_bit_by_bit(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str) -> None:
     settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
     fields = {**settings, **RECORDED[case], "steps": 5}
     teacher = fields.pop("teacher", None)
@@ -99,9 +95,7 @@ def test_training_goes_on_bit_by_bit(
     assert all(torch.equal(given[key], value) for key, value in expected.items())
 
 
-def test_more_steps_stretch_the_course_of_the_learning_rate(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_more_steps_stretch_the_schedule(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     course = {"schedule": "cosine", "learning_rate": 1e-3}
     learner = Learner(make_recipe(steps=4, **course), on_cpu())
     for _ in range(4):
@@ -115,9 +109,7 @@ def test_more_steps_stretch_the_course_of_the_learning_rate(
     assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}
 
 
-def test_checkpoints_of_other_pythons_are_read(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_those_of_other_pythons_are_read(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     learner = Learner(make_recipe(), on_cpu())
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11.2
@@ -142,9 +134,7 @@ class Trap:
         return self.call[0], self.call[1:]
 
 
-def test_a_checkpoint_of_somebody_else_runs_nothing(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_somebody_elses_runs_nothing(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     learner = Learner(make_recipe(), on_cpu())
     path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     metadata = path / "training_state" / ".metadata"

@@ -215,10 +215,7 @@ def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None
     flat = [value for row in done.rows for value in row.streams["advantage"]]
     raw = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
     assert [value > 1.0 for value in flat] == [value > 0.1 for value in raw]
-    assert [row.streams["return"] for row in done.rows] == [
-        pytest.approx([0.5, 0.5, 1.0]),
-        pytest.approx([0.5, 0.5, 0.5]),
-    ]
+    assert [r.streams["return"] for r in done.rows] == [pytest.approx([0.5, 0.5, 1.0]), pytest.approx([0.5, 0.5, 0.5])]
     assert done.metrics["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
 
 

@@ -87,9 +87,7 @@ def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: Make, l
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapters_on_one_base_equal_separate_networks(
-    make_recipe: Make, model_folder: Path, tmp_path: Path, checkpointing: bool
-) -> None:
+def test_adapters_equal_networks(make_recipe: Make, model_folder: Path, tmp_path: Path, checkpointing: bool) -> None:
     model = make_model(make_recipe(lora=LORA, algorithm="ppo", gradient_checkpointing=checkpointing))
     shared: Any = model.policy.model
     shared.save_pretrained(tmp_path)
@@ -212,9 +210,7 @@ def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tenso
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("lora", [None, {"rank": 3}])
-def test_reference_stays_what_the_policy_began_as(
-    make_recipe: Make, model_folder: Path, lora: dict[str, Any] | None, critic: bool
-) -> None:
+def test_reference_stays(make_recipe: Make, model_folder: Path, lora: dict[str, Any] | None, critic: bool) -> None:
     model, reference = make_both(make_recipe(lora=lora), critic)
     role = (Role.POLICY,) if critic else ()
     first = reference.logprobs(model, *INPUTS, temperature=0.7)
@@ -254,9 +250,7 @@ def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Mak
     torch.testing.assert_close(scores, expected(model_folder, 1.0).float(), atol=0.3, rtol=0.1)
 
 
-def test_reference_scores_as_the_policy_does(
-    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference_scores_as_a_policy_does(make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     own = {"head_dim": 16, "final_logit_softcapping": 2.0, "initializer_range": 0.5}
     Gemma2ForCausalLM(Gemma2Config(**sizes(32, 32, 2, 2, 2, 64), **own)).save_pretrained(tmp_path)

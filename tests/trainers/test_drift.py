@@ -51,9 +51,7 @@ def test_a_server_that_follows_is_proven_again_and_again(scorer: Scorer) -> None
 
 
 @pytest.mark.parametrize(("followed", "reason"), [(0.0, "by 0"), (0.3, r"by 0\.[23]"), (2.0, r"by (1\.9|2)")])
-def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
-    scorer: Scorer, followed: float, reason: str
-) -> None:
+def test_too_little_or_too_much_is_found_once_provable(scorer: Scorer, followed: float, reason: str) -> None:
     drift = begun(scorer)
     moves = [0.005 * version for version in range(1, 11)]
     verdicts = [drift.judge(*(scorer.at(followed * moved) for _ in "ab"), scorer.at(moved)) for moved in moves]
@@ -94,9 +92,7 @@ def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer)
 
 
 @pytest.mark.parametrize("followed", [1.0, 0.0])
-def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_lost_adapter(
-    scorer: Scorer, followed: float
-) -> None:
+def test_contexts_of_rounding_hide_neither_a_healthy_server_nor_a_lost_adapter(scorer: Scorer, followed: float) -> None:
     """As measured with a four-bit server: in two of eight contexts, the server's changes are many times the others',
     and unrelated to the trainer's."""
     strays = np.repeat([30.0, -20.0, 0, 0, 0, 0, 0, 0], TOKENS // CONTEXTS)
@@ -119,9 +115,7 @@ def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_
 
 
 @pytest.mark.parametrize("stale", [1, 3])
-def test_contexts_that_stand_still_are_found_once_the_change_is_twenty_times_the_noise(
-    scorer: Scorer, stale: int
-) -> None:
+def test_contexts_that_stand_still_are_found_once_it_is_twenty_times_the_noise(scorer: Scorer, stale: int) -> None:
     """Like one of several servers behind one address that missed an update."""
     still = np.repeat(np.arange(CONTEXTS) < stale, TOKENS // CONTEXTS)
     drift = begun(scorer)

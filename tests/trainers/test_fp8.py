@@ -130,9 +130,7 @@ distributed. Backward, one of the operands is a gradient in e5m2, by 2**-3. The 
     [(None, {"batching": "tree", "gradient_checkpointing": True}), (LORA, {"batching": "packed"})],
     ids=["tree", "packed-lora"],
 )
-def test_loss_and_gradient_are_as_far_from_float32_as_their_rounding(
-    made: Make, lora: Any, train: dict[str, Any]
-) -> None:
+def test_loss_and_gradient_are_as_far_from_float32_as_rounding(made: Make, lora: Any, train: dict[str, Any]) -> None:
     exact = Scored(made(lora=lora, **train))
     half = Scored(made("bfloat16", lora, **train)).errors(exact)
     print(f"\nloss, gradient, log-probabilities: bfloat16 {half}")

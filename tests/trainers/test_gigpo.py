@@ -56,16 +56,12 @@ def test_the_definition_written_out(chains: list[list[tuple[str | None, float]]]
     advantages sum to 0."""
     rewards = [[reward for _, reward in chain] for chain in chains]
     anchors = [[anchor for anchor, _ in chain] for chain in chains]
-    later = [
-        [sum(gamma ** (k - t) * chain[k] for k in range(t, len(chain))) for t in range(len(chain))] for chain in rewards
-    ]
+    later = [[sum(gamma ** (k - t) * one[k] for k in range(t, len(one))) for t in range(len(one))] for one in rewards]
     found = step_advantages([returns(chain, gamma) for chain in rewards], anchors, scale)
     pooled: dict[str, list[float]] = {}
     for i, chain in enumerate(anchors):
         for t, anchor in enumerate(chain):
-            same = [
-                later[j][k] for j, others in enumerate(anchors) for k, other in enumerate(others) if other == anchor
-            ]
+            same = [later[j][k] for j, group in enumerate(anchors) for k, other in enumerate(group) if other == anchor]
             if anchor is None or len(same) == 1:
                 assert found[i][t] == 0.0
                 continue

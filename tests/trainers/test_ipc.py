@@ -122,9 +122,7 @@ def test_a_gpus_trainer_keeps_its_version_in_the_same_host_memory(server: Server
     assert len(places) == 1
 
 
-def test_a_part_that_was_left_out_is_found(
-    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_left_out_is_found(policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
     monkeypatch.setattr("agentfactory.trainers.sync.ipc_sync.parts", lambda *given: [*parts(*given)][:-1])
     with pytest.raises(SyncError, match=r"/finish_weight_update answered 400: .*the update lacks the tensor"):
@@ -136,9 +134,7 @@ def test_a_part_that_was_left_out_is_found(
     assert sampled(server, "policy")[2] == ["8"]
 
 
-def test_bytes_that_changed_on_their_way_are_found(
-    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_bytes_are_found(policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
     fill = Buffer.fill
 
@@ -152,9 +148,7 @@ def test_bytes_that_changed_on_their_way_are_found(
     sync.push(10, policy, policy.gather())
 
 
-def test_what_cannot_work_is_refused_with_the_way_out(
-    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_work_is_refused(policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch) -> None:
     state = policy.gather()
     sync = IpcSync([server], device=torch.device("cpu"))
     with monkeypatch.context() as patch:

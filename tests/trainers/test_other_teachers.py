@@ -76,9 +76,7 @@ def test_an_update_equals_a_dense_forward_pass(
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("forward_kl", 4)])
-def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient(
-    make_recipe: Make, kind: str, count: int | None
-) -> None:
+def test_ungraded_rows_and_empty_contexts_have_no_gradient(make_recipe: Make, kind: str, count: int | None) -> None:
     recipe = in_context(make_recipe(max_grad_norm=1e9, loss=PLAIN), divergence=kind, top_k=count)
     rows = [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in in_context_rows()]
     alone = [replace(row, in_context=None) for row in rows]
@@ -94,9 +92,7 @@ def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient
         assert max(float(g.abs().max()) for g in Recorded(recipe, rows).gradients.values()) > 1e-2
 
 
-def test_rows_too_long_for_the_teacher_are_told_and_not_graded(
-    make_recipe: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_too_long_for_a_teacher_are_told_not_graded(make_recipe: Make, caplog: pytest.LogCaptureFixture) -> None:
     rows = in_context_rows()
     lengths = [len(row.in_context.token_ids) for row in rows if row.in_context is not None]
     recipe = in_context(make_recipe(token_budget=max(lengths) - 1))
@@ -166,9 +162,7 @@ def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> Non
     row = make_row(random.Random(0))
     first = row.mask.index(1)
     row.token_ids[:first] = range(10, 10 + first)
-    row.images = [
-        ImageSpan(place, 1, name, (1, 2, 2)) for place, name in ((1, "a"), (first - 1, "b"), (first + 7, "c"))
-    ]
+    row.images = [ImageSpan(at, 1, name, (1, 2, 2)) for at, name in ((1, "a"), (first - 1, "b"), (first + 7, "c"))]
     # the text comes after the first image, and before the second
     row.teacher_prompt = [*row.token_ids[:2], 60, 61, 62, *row.token_ids[2:first]]
     assert [image.offset for image in row.images_for_teacher()] == [1, first + 2, first + 10]

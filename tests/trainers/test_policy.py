@@ -234,9 +234,7 @@ def test_attention_that_takes_no_tree(make_recipe: Make, attention: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.extended)])
-def test_options_change_no_gradient(
-    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
-) -> None:
+def test_options_keep_gradient(make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None) -> None:
     """Only the tensors kept for the backward pass change: fewer per layer, and none if they are offloaded."""
     # inductor takes half a minute: tests/gpu covers it
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

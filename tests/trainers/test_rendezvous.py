@@ -26,9 +26,7 @@ def file_of(method: str | None) -> Path:
     return Path(method.removeprefix("agentfactory://"))
 
 
-def test_ranks_of_one_launcher_share_a_file_in_a_private_folder(
-    launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_of_a_launcher_share_a_private_file(launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     file = file_of(init_method([]))
     assert file.parent.stat().st_mode & 0o777 == 0o700
     launch.setenv("RANK", "1")
@@ -62,9 +60,7 @@ def test_nccl_is_on_loopback_unless_it_must_reach_servers_elsewhere(urls: list[s
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME")) == ("lo", nccl)
 
 
-def test_several_machines_are_warned_once_with_the_reason(
-    launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_several_machines_are_warned_once_why(launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     launch.setenv("WORLD_SIZE", "4")
     for rank in range(4):
         launch.setenv("RANK", str(rank))
@@ -76,9 +72,7 @@ def test_several_machines_are_warned_once_with_the_reason(
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_a_launcher_that_listens_is_told_with_the_fix(
-    launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_launcher_that_listens_is_told_the_fix(launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     launch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert file_of(init_method([])).name
     (record,) = caplog.records

@@ -73,9 +73,7 @@ class Evaluated(SavedGroups):
         return {"eval/sampled/success": next(self.success)}
 
 
-def test_the_best_checkpoint_by_evaluation_is_kept(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_is_kept(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     recipe = make_recipe(steps=6, batch_size=1, checkpoint_every=3)
     recipe.eval.every = 2
     write_groups(path := tmp_path / "groups.jsonl", make_groups(6, 4))
@@ -302,9 +300,7 @@ def test_saved_rows_are_those_of_whole_chains_that_did_well(tmp_path: Path) -> N
         saved_rows(path, min_reward=1.0)
 
 
-def test_rows_that_teach_nothing_are_refused(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_useless_rows_are_refused(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of its 1 rows has a token with a loss weight"):
         run_sft(make_recipe(algorithm="sft"), [Row([1, 2], [0, 0], [0.0, 0.0])], tmp_path, tokenizer)
 

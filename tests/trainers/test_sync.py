@@ -96,9 +96,7 @@ def test_adapters_arrive_and_old_ones_go(make_recipe: Make, server: ServerContro
     assert len(list((tmp_path / "lora").iterdir())) == 2
 
 
-def test_nobody_else_can_write_the_files_that_a_server_reads(
-    make_recipe: Make, server: ServerControl, tmp_path: Path
-) -> None:
+def test_nobody_else_can_write_what_a_server_reads(make_recipe: Make, server: ServerControl, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         full, adapted = load_policy(make_recipe()), load_policy(make_recipe(lora={"rank": 2}))
@@ -141,9 +139,7 @@ def test_the_content_of_each_replica_is_proven() -> None:
         Content(state).check(right | other, replicas=2)
 
 
-def test_nothing_is_left_of_a_version_that_did_not_arrive(
-    make_recipe: Make, server: ServerControl, tmp_path: Path
-) -> None:
+def test_nothing_is_left_of_a_version_that_is_lost(make_recipe: Make, server: ServerControl, tmp_path: Path) -> None:
     policy = load_policy(make_recipe())
     sync = FileSync([server], tmp_path)
     full = OSError(errno.ENOSPC, "")

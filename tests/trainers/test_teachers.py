@@ -304,9 +304,7 @@ def test_two_processes_equal_one(
         torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
-    make_recipe: Make, teacher_folder: Path
-) -> None:
+def test_a_token_that_a_teacher_lacks_is_refused_where_a_chain_has_it(make_recipe: Make, teacher_folder: Path) -> None:
     recipe = with_teacher(make_recipe(), teacher_folder)
     policy = load_policy(recipe)
     frozen = make_teacher(recipe, policy, on_cpu())._frozen

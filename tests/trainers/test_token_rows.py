@@ -176,9 +176,7 @@ def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: Tok
 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.extended)])
-def test_a_learner_trains_the_rows_and_is_restored(
-    dead: Path, needs: TokenNeeds, tmp_path: Path, quantization: str | None
-) -> None:
+def test_rows_are_trained_and_restored(dead: Path, needs: TokenNeeds, tmp_path: Path, quantization: str | None) -> None:
     recipe = recipe_of(dead, quantization=quantization, learning_rate=1e-2)
     learner = Learner(recipe, on_cpu(), needs=needs)
     before = {name: value.clone() for name, value in learner.policy.gather().items()}

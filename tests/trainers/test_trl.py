@@ -59,10 +59,7 @@ CASES = [
     Case(
         "sapo",
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-        {
-            "policy": "sapo",
-            "normaliser": "sequence",
-        },
+        {"policy": "sapo", "normaliser": "sequence"},
     ),
     Case(
         "gspo",
@@ -176,9 +173,7 @@ POLICIES = {case.loss.get("policy", "clip"): case for case in CASES if case.name
 @pytest.mark.parametrize(
     ("policy", "correction"), [*(("clip", correction) for correction in CORRECTIONS), ("gspo", "token_truncate")]
 )
-def test_policies_with_corrections(
-    model_folder: Path, tmp_path: Path, make_recipe: Make, policy: str, correction: str
-) -> None:
+def test_with_corrections(model_folder: Path, tmp_path: Path, make_recipe: Make, policy: str, correction: str) -> None:
     """Value and gradient are TRL's, except for gspo with a correction by token. Each token's weight then is part of its
     own advantage (GSPO, equations 13 and 14), where TRL gives each token of a row the gradient of their mean: the
     values, and the gradients' sums over a row, are still the same."""
@@ -287,21 +282,19 @@ def test_updates_of_a_model_equal_trl(model_folder: Path, tmp_path: Path, make_r
     assert 0 < ours[1].sums["clipped"] < batch.tokens
 
     settings = {"loss_type": "dapo", "epsilon_high": 0.3, "beta": 0.0, "temperature": 0.7}
-    trainer = make_trainer(GRPOTrainer, model_folder, tmp_path, len(rows), 2, **settings)
-    trainer.current_gradient_accumulation_steps = 1
+    run = make_trainer(GRPOTrainer, model_folder, tmp_path, len(rows), 2, **settings)
+    run.current_gradient_accumulation_steps = 1
     inputs = _trl_inputs(rows, advantages)
     with torch.no_grad():
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         kept = inputs["completion_ids"].size(1)
-        inputs["old_per_token_logps"], _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, attention, kept
-        )
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=3e-2, betas=(0.9, 0.95), weight_decay=0.0)
+        inputs["old_per_token_logps"], _, _ = run._get_per_token_logps_and_entropies(run.model, ids, attention, kept)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for update in ours:
-        theirs = trainer._compute_loss(trainer.model, inputs)
+        theirs = run._compute_loss(run.model, inputs)
         theirs.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e9)
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e9)
         assert update.loss == pytest.approx(theirs.item(), abs=1e-6)
         assert update.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         optimizer.step()

@@ -41,14 +41,12 @@ class Chains:
         shape = (count, max(map(len, masks)))
         # in single precision, like the server's in TRL
         behaviour = (-1 - 3 * torch.rand(shape, generator=draw)).double()
-        others = {
-            role: behaviour + spread * torch.randn(shape, dtype=torch.float64, generator=draw) for role in ROLES[1:]
-        }
+        own = {role: behaviour + spread * torch.randn(shape, dtype=torch.float64, generator=draw) for role in ROLES[1:]}
         return cls(
             token_ids=[[rng.randrange(3, 60) for _ in mask] for mask in masks],
             masks=masks,
             rewards=[rng.random() for _ in masks],
-            logprobs={"behaviour": behaviour, **others},
+            logprobs={"behaviour": behaviour, **own},
             entropy=3 * torch.rand(shape, dtype=torch.float64, generator=draw),
         )
 

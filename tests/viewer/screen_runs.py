@@ -76,10 +76,7 @@ async def record(page: str, coordinates: Coordinates, store: ImageStore) -> list
 
 
 async def screen_run(
-    folder: Path,
-    pages: list[str],
-    coordinates: Coordinates = Coordinates.RELATIVE1000,
-    source: str = "",
+    folder: Path, pages: list[str], coordinates: Coordinates = Coordinates.RELATIVE1000, source: str = ""
 ) -> RunFolder:
     """A run with a chain for each page. The coordinates are those of the source, if it has one."""
     settings = f"rollout: {{coordinates: {coordinates}}}\n"

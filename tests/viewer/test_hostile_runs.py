@@ -181,9 +181,7 @@ def test_a_recipe_that_would_take_all_memory_or_time_ends_view_with_an_error(
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_recipe_that_is_no_regular_file_ends_view_with_an_error(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_that_is_no_file_is_an_error(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunFolder.create(tmp_path / "run", "name: mine\n")
     private = tmp_path / "private"
     private.write_text(SECRET)
@@ -374,9 +372,7 @@ def test_a_file_that_is_replaced_while_it_is_read_leads_nowhere(tmp_path: Path) 
         swapping.join()
 
 
-def test_a_model_that_the_recipe_of_another_user_names_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_another_users_recipe_names_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = full_run(tmp_path / "run", "mine")
     shutil.rmtree(run.checkpoints / "step-000010")
     model = tmp_path / "model"

@@ -105,9 +105,7 @@ def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"findings": 3}', '{"findings": [1, {"evidence": [2, {"chain": {}}]}]}'])
-def test_a_damaged_report_is_told_or_shown_as_far_as_it_goes(
-    runs: tuple[Path, Path], tmp_path: Path, text: str
-) -> None:
+def test_a_damaged_report_is_told_or_shown_as_far_as_can_be(runs: tuple[Path, Path], tmp_path: Path, text: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs[1] / "grpo", run, symlinks=True)
     (run / "audit.json").write_text(text)

@@ -409,9 +409,7 @@ ELSEWHERE = """<iframe src="VIEWER"></iframe><img id="image" src="VIEWERapi/stat
 def test_other_origins_get_nothing(viewer: str, page: "Page") -> None:
     elsewhere = ELSEWHERE.replace("VIEWER", viewer).encode()
     answers: list[tuple[str, int]] = []
-    page.on(
-        "response", lambda response: response.url.startswith(viewer) and answers.append((response.url, response.status))
-    )
+    page.on("response", lambda got: got.url.startswith(viewer) and answers.append((got.url, got.status)))
     with serving(lambda _: (200, {"Content-Type": "text/html"}, elsewhere)) as other:
         page.goto(other)
         got = page.evaluate("window.asked")
@@ -470,9 +468,7 @@ def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
 
 
 @pytest.mark.extended
-def test_an_exported_file_works_by_itself(
-    file_page: "tuple[Page, list[str]]", exported: tuple[Path, str], folders: list[Path]
-) -> None:
+def test_an_exported_file(file_page: "tuple[Page, list[str]]", exported: tuple[Path, str], folders: list[Path]) -> None:
     page, requests = file_page
     file, said = exported
     held, total = re.search(r"(\d+) of (\d+) trajectories", said).groups()
@@ -505,9 +501,7 @@ def test_an_exported_file_works_by_itself(
 
 
 @pytest.mark.extended
-def test_the_filters_of_an_exported_file_are_those_of_the_server(
-    file_page: "tuple[Page, list[str]]", viewer: str
-) -> None:
+def test_filters_of_an_exported_file_are_those_of_the_server(file_page: "tuple[Page, list[str]]", viewer: str) -> None:
     queries = ["", "sort=reward", "sort=reward&ascending=1&page=1", "tool=tool3", "version_max=0&source=train"]
     queries += ["reward_min=0.25&reward_max=0.5&sort=tokens", "text=WORD 00007", "group=g-00003", "outcome=timeout"]
     queries += ["view=groups", "view=groups&sort=reward&reward_min=0.5", "success=yes", "success=no&outcome=completed"]
@@ -527,9 +521,7 @@ def test_the_filters_of_an_exported_file_are_those_of_the_server(
                 assert [mine[key] for key in keys] == [theirs[key] for key in keys], query
 
 
-def test_errors_are_one_line_that_says_what_to_do(
-    tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_lines_that_say_what_to_do(tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunFolder.create(tmp_path / "runs" / "mine", "name: mine\n")
     port = str(urlsplit(viewer).port)
     for arguments, said in {

@@ -73,18 +73,12 @@ def staged_run(folder: Path) -> RunFolder:
 def _chain(ids: Any, step: int, member: int) -> Any:
     two = [*called(0, "look", {"at": "it"}, "a tower"), *called(1, NASTY, {NASTY: NASTY}, NASTY)]
     two[0]["tool_calls"] += two[2]["tool_calls"]
-    messages = [
-        {"role": "user", "content": "Where?"},
-        two[0],
-        two[1],
-        two[3],
-        {"role": "assistant", "content": "north"},
-    ]
+    said = [{"role": "user", "content": "Where?"}, two[0], two[1], two[3], {"role": "assistant", "content": "north"}]
     row = sampled_row([("Where?", False), ("look", True), ("a tower", False), ("north", True)], ids, ["1", "2"])
     reward = {0: 0.0, 1: 1.0, 2: step / STEPS, 3: None}[member]
     outcome = Outcome.COMPLETED if reward is not None else Outcome.TIMEOUT
     fields = {"reward": reward, "outcome": outcome, "seconds": 10.0, "timeline": TIMELINE}
-    return chain(f"g{step}.{member}", messages, [row], **fields)
+    return chain(f"g{step}.{member}", said, [row], **fields)
 
 
 def old_run(folder: Path) -> RunFolder:
@@ -191,10 +185,8 @@ def test_an_evaluation_is_where_its_step_is_on_every_axis(tmp_path: Path, page: 
         page.goto(url)
         plot = page.locator('[data-chart="reward"] .plot')
         plot.locator(".errorbar").first.wait_for(state="attached")
-        error_bars = (
-            "plot => plot.data.filter(t => t.error_y).map(t => [t.error_y.array, t.error_y.arrayminus, t.text])"
-        )
-        assert plot.evaluate(error_bars) == [[[0.25], [0.25], [" (95 %: 0.25 to 0.75)"]]]
+        bars = "plot => plot.data.filter(t => t.error_y).map(t => [t.error_y.array, t.error_y.arrayminus, t.text])"
+        assert plot.evaluate(bars) == [[[0.25], [0.25], [" (95 %: 0.25 to 0.75)"]]]
         made = api(url, "/api/charts")
         shown = [chart["key"] for part in [*made["sections"], {"charts": made["others"]}] for chart in part["charts"]]
         # one end alone is no interval
@@ -306,9 +298,7 @@ def index_of(rewards: list[float | None]) -> Index:
         ([None], 0.0, []),
     ],
 )
-def test_rewards_fall_into_about_twenty_round_bins(
-    rewards: list[float | None], width: float, bins: list[tuple[float, int]]
-) -> None:
+def test_rewards_fall_into_round_bins(rewards: list[float | None], width: float, bins: list[tuple[float, int]]) -> None:
     found = index_of(rewards).rewards(Query(), None)
     assert found["width"] == pytest.approx(width)
     assert [(bin_["from"], bin_["chains"]) for bin_ in found["bins"]] == [(pytest.approx(a), b) for a, b in bins]

@@ -22,10 +22,8 @@ VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 
 
 def tracked(*places: str) -> list[Path]:
-    said = subprocess.run(
-        ["git", "ls-files", "-z", *places], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    return [path for name in said.stdout.split("\0")[:-1] if (path := Path(name)).is_symlink() or path.exists()]
+    out = subprocess.run(["git", "ls-files", "-z", *places], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [path for name in out.stdout.split("\0")[:-1] if (path := Path(name)).is_symlink() or path.exists()]
 
 
 @pytest.fixture(scope="session")
@@ -183,9 +181,7 @@ def test_its_recipes_run_from_any_folder(programs: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="AGENTFACTORY_VLLM_PYTHON names no Python with vLLM: make test-wheel")
-def test_vllm_finds_its_plugin_in_an_environment_of_its_own(
-    wheel: Path, programs: Path, place: Path, tmp_path: Path
-) -> None:
+def test_vllm_finds_its_plugin_in_its_own_environment(wheel: Path, programs: Path, place: Path, tmp_path: Path) -> None:
     """vLLM's environment with the wheel in place of the checkout; full weights go by the plugin."""
     assert VLLM_PYTHON is not None
     own = make_environment(tmp_path / "vllm")

@@ -61,10 +61,7 @@ def test_a_text_without_places_stays() -> None:
         ({"objects": {"bbox": [[1, 2], [1, 2, 3]]}}, r"objects.bbox has \[1, 2, 3\]; use \[left"),
         ({"objects": {"bbox": [[1, 2], [9, 2, 3, 4]]}}, r"has \[9, 2, 3, 4\]: left must be less than right"),
         ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0, 2]}}, "has 2, but the row has 2 images, numbered from"),
-        (
-            {"objects": {"bbox": [[1, 2], [1, 2]], "bbox_type": "norm1000"}},
-            "objects.bbox_type is 'norm1000'; use real",
-        ),
+        ({"objects": {"bbox": [[1, 2], [1, 2]], "bbox_type": "norm1000"}}, "objects.bbox_type is 'norm1000'; use real"),
         ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0]}}, "has 1 numbers, but objects.bbox has 2 places"),
     ],
 )

@@ -103,9 +103,7 @@ async def http_server(reply: Reply, session: bool = True) -> AsyncIterator[str]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = next(
-                (int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length")), 0
-            )
+            length = next((int(row[15:]) for row in head.lower().splitlines() if row.startswith("content-length")), 0)
             body = (await reader.readexactly(length)).decode() or json.dumps({"method": head.split()[0]})
             message = json.loads(body)
             if message["method"] in ("tools/call", "DELETE"):

@@ -92,11 +92,7 @@ async def test_a_list_that_cannot_be_used(answer: str, reason: str) -> None:
     assert "pydantic.dev" not in str(raised.value)
 
 
-INFO: dict[str, Any] = {
-    "protocolVersion": "2025-06-18",
-    "capabilities": {},
-    "serverInfo": {"name": "r", "version": "1"},
-}
+INFO = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "r", "version": "1"}}
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,7 @@ async def test_chains_win_two_games_of_each_type_side_by_side(games: GeneratedGa
     assert [metrics[kind] for metrics, kind in zip(won, [*TaskType] * 2, strict=True)] == [1.0] * 12
 
 
-def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(
-    games: GeneratedGames, opened: Open
-) -> None:
+def test_what_does_nothing_is_told_and_the_limit_of_steps_ends_the_chain(games: GeneratedGames, opened: Open) -> None:
     environment = opened(AlfWorld, python=PYTHON, processes=1, max_steps=9)
     environment.reset(TWO_BOOKS)
     for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
@@ -200,9 +198,7 @@ def test_tasks_are_rows_of_a_split() -> None:
     assert len(heated) == 25
 
 
-def test_games_are_the_same_for_a_seed_and_rooms_of_the_last_split_are_new(
-    engine: Engine, games: GeneratedGames
-) -> None:
+def test_games_are_the_same_by_seed_and_rooms_of_the_last_split_are_new(engine: Engine, games: GeneratedGames) -> None:
     assert GeneratedGames(0, engine.package()).game(TWO_BOOKS) == games.game(TWO_BOOKS)
     assert GeneratedGames(1, engine.package()).game(TWO_BOOKS) != games.game(TWO_BOOKS)
     rooms = {
@@ -294,9 +290,7 @@ def folder(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
-    folder: Path, tmp_path: Path, opened: Open
-) -> None:
+def test_their_loader_takes_our_folder_and_shows_what_we_show(folder: Path, tmp_path: Path, opened: Open) -> None:
     (tmp_path / "published.py").write_text(PUBLISHED)
     command = own_python(str(tmp_path / "published.py"), str(folder), executable=PYTHON)
     out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=tmp_path).stdout
@@ -314,9 +308,7 @@ def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
             assert (scene.observation, [*scene.admissible]) == (shown, admissible)
 
 
-def test_a_folder_in_the_published_layout_is_played_by_our_chains(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
-) -> None:
+def test_a_published_folder_is_played_by_chains(folder: Path, monkeypatch: pytest.MonkeyPatch, opened: Open) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(folder))
     (row,) = alfworld_tasks("valid_unseen", data="$ALFWORLD_DATA", python=PYTHON)
     assert row["game"].startswith("valid_unseen/pick_and_place_simple-")

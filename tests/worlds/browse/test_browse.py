@@ -76,9 +76,7 @@ async def test_a_long_page_is_read_in_windows(browsers: Callable[..., Browse]) -
             await browser.page(count + 1)
 
 
-async def test_pages_come_from_the_cache_of_another_run(
-    tmp_path: Path, browsers: Callable[..., Browse], opened: Open
-) -> None:
+async def test_pages_of_another_runs_cache(tmp_path: Path, browsers: Callable[..., Browse], opened: Open) -> None:
     cache = str(tmp_path / "cache")
     async with atlas() as served:
         address = f"http://127.0.0.1:{served.port}/karsund.html"

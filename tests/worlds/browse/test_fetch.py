@@ -176,13 +176,8 @@ async def test_other_types_are_refused(opened: Opener, kind: str) -> None:
 async def test_what_the_model_reads_of_failures(opened: Opener) -> None:
     routes = {f"/{code}": status(code) for code in (403, 410, 418, 429, 503)}
     async with site(routes) as served:
-        told = {
-            "404": "There is no page",
-            "410": "There is no page",
-            "403": "does not give access",
-            "418": "status 418",
-        }
-        for path, part in {**told, "429": "cannot serve it now (429)", "503": "cannot serve it now (503)"}.items():
+        say = {"404": "There is no page", "410": "There is no page", "403": "does not give access", "418": "status 418"}
+        for path, part in {**say, "429": "cannot serve it now (429)", "503": "cannot serve it now (503)"}.items():
             assert part in await refused(opened(), f"http://site.test:{served.port}/{path}")
         port = served.port
     assert await refused(opened(), f"http://nowhere.test:{port}/") == "There is no host nowhere.test."

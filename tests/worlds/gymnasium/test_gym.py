@@ -71,9 +71,7 @@ async def test_pixels() -> None:
         ("Hangs", 1, "gymnasium did not answer within 4 s in act()"),
     ],
 )
-async def test_a_chain_whose_environment_fails_ends_alone(
-    kind: str, action: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failures_end_one_chain_alone(kind: str, action: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "Hangs":
         monkeypatch.setattr(game_process.GameProcess.__init__, "__defaults__", (4.0,))
     task, other = rows(id=f"{ODD}:{kind}-v0")

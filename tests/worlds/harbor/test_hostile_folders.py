@@ -413,19 +413,15 @@ async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     texts = [call("I look.", "shell", command='echo "$KEY ${#KEY} $TOO"; env > all; cat all'), "It is done."]
     async with scripted_chains(tmp_path, texts, tools=["harbor"], rewards=[]) as chains:
         await chains.runner.check([row])
-        trajectory = await chains.run(**row)
-    assert next(m["content"] for m in trajectory.messages if m["role"] == "tool").startswith(
-        f"k=*** {len(SECRET) + 2} \n"
-    )
-    assert trajectory.reward == len(SECRET)
-    assert trajectory.metrics["k=***"] == len(SECRET) + 2
+        chain = await chains.run(**row)
+    assert next(m["content"] for m in chain.messages if m["role"] == "tool").startswith(f"k=*** {len(SECRET) + 2} \n")
+    assert chain.reward == len(SECRET)
+    assert chain.metrics["k=***"] == len(SECRET) + 2
     saved = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [text for text in (*saved, json.dumps(row), repr(trajectory), caplog.text) if SECRET in text]
+    assert not [text for text in (*saved, json.dumps(row), repr(chain), caplog.text) if SECRET in text]
 
 
-async def test_a_variable_that_is_named_but_missing_where_the_chain_runs_is_named(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_variable_that_is_missing_in_the_chain_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.settings("[verifier]\nenv = {TOO = '${PLANTED}'}\n")
     environment.name_variables(["PLANTED"])
     row = rows(place.task.parent)["a-task"]

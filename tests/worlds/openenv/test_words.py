@@ -66,9 +66,7 @@ def png() -> str:
         ({"path": "/9j/is a path"}, None, False, "/9j/is a path"),
     ],
 )
-def test_text_stays_and_other_values_are_json(
-    observation: dict[str, Any], names: list[str] | None, call: bool, seen: str
-) -> None:
+def test_text_stays_rest_is_json(observation: dict[str, Any], names: list[str] | None, call: bool, seen: str) -> None:
     assert shown(observation, names, call) == seen
 
 

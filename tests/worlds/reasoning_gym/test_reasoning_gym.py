@@ -190,12 +190,12 @@ def perturbed(text: str) -> list[str]:
     """The stored answer, and answers near it that people write. None calls a function that the answer does not."""
     changes = ["*| * ", "+| + ", " |", "1|2", "+|-", "*|/", "**|^", "/|//", "x|y"]
     changed = [text.replace(*change.split("|")) for change in changes]
-    around = [
+    near = [
         *(f"({text})", f"-{text}", f"{text}.", f"{text}+0", f"{text}*1", f"{text} = 24", f"1.0*{text}"),
         f"{text} + C",
     ]
     about = [f"The answer is {text}", f"'{text}'", f"[{text}]", text[:-1], text[::-1], text.upper(), f"{text}\n{text}"]
-    return [text, *changed, *around, *about, str(list(text)), str([line.split() for line in text.split("\n")])]
+    return [text, *changed, *near, *about, str(list(text)), str([line.split() for line in text.split("\n")])]
 
 
 @pytest.mark.long

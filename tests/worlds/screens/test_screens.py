@@ -417,9 +417,7 @@ async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, s
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["node", "chromium"])
-async def test_chains_go_on_after_the_browser_is_killed(
-    hasty_screen: Screen, server: str, name: str, opened: Open
-) -> None:
+async def test_chains_outlive_a_killed_browser(hasty_screen: Screen, server: str, name: str, opened: Open) -> None:
     other = opened(Screen, **SIZE, seconds=5.0, allowed=[server])
     before = set(psutil.Process().children(recursive=True))
     await hasty_screen.reset(**at(server, "/plain"))

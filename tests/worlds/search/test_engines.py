@@ -191,9 +191,7 @@ async def test_another_format_is_told_at_once(name: str, answer: Any) -> None:
 
 @pytest.mark.parametrize("kind", WITH_KEYS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("status", [400, 401, 403, 422, 432])
-async def test_a_wrong_key_is_told_by_its_variable(
-    kind: type[Engine], status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_key_has_its_variable(kind: type[Engine], status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with service(status) as served:
         engine = served.engine(kind)
         with pytest.raises(ToolInfrastructureError, match=kind.key) as error:
@@ -309,12 +307,8 @@ async def test_no_key_is_written_anywhere(
 @pytest.mark.processes
 async def test_the_tool_search_asks_an_engine_within_its_budget(tmp_path: Path) -> None:
     async with service(RECORDED["brave"]) as served:
-        options = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
-        async with (
-            tools_of("search", **options) as toolset,
-            toolset.chain("a", {}) as one,
-            toolset.chain("b", {}) as two,
-        ):
+        given = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
+        async with tools_of("search", **given) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
             for chain in (one, two):
                 result = await chain.call(ToolCall("0", "search", {"query": "lighthouse of Karsund"}))
                 assert str(result.content).startswith('Doc 1(Title: "The lighthouse of Karsund")')

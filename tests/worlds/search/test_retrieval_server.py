@@ -70,9 +70,7 @@ def test_bad_requests_are_refused_and_hostile_queries_are_not(retrieval: tuple[s
     assert answer["result"][2][0]["id"] == "h"
 
 
-async def test_our_client_reads_our_server_until_it_ends(
-    retrieval: tuple[str, "subprocess.Popen[str]"],
-) -> None:
+async def test_our_client_reads_our_server_until_it_ends(retrieval: tuple[str, "subprocess.Popen[str]"]) -> None:
     address, process = retrieval
     client = RetrievalClient(address, retry_seconds=0.3)
     (found,) = await client.search("wager", 3)

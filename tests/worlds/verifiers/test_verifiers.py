@@ -191,10 +191,8 @@ class TestReal:
 
     async def test_single_turns_are_scored_by_verifiers(self, folder: Path) -> None:
         rows = source(folder, "sums", tasks=6).rows()
-        replies = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
-        async with played(
-            folder, lambda prompt: next(v for k, v in replies.items() if f"{k}<|im_end|>" in prompt)
-        ) as chains:
+        said = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
+        async with played(folder, lambda seen: next(v for k, v in said.items() if f"{k}<|im_end|>" in seen)) as chains:
             await chains.runner.check(rows)
             found = await asyncio.gather(*(run(chains, row, f"c{n}") for n, row in enumerate(rows[:4])))
             chains.check(*found)
@@ -223,9 +221,7 @@ class TestReal:
         assert (found.reward, found.metrics["opened"], found.turns, found.metrics["tool_calls"]) == (1.0, 2.0, 3, 2)
         assert (missed.reward, missed.outcome, len(missed.rows)) == (0.0, Outcome.COMPLETED, 1)
 
-    async def test_an_environment_that_dies_or_hangs_ends_its_chains_only(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_death_or_a_hang_ends_its_chains_only(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("agentfactory.worlds.verifiers.verifiers_process.CANCEL_SECONDS", 1.0)
         rows = source(folder, "sums", tasks=3).rows()
         replies = {"0 + 1 =": "die", "1 + 2 =": "block", "2 + 3 =": "5"}

@@ -77,7 +77,7 @@ INSTRUCTIONS = {
         {"asin": "B000000001", "instruction": "a lamp", "instruction_attributes": [], "instruction_options": []},
     ],
     "B000000005": [
-        {"instruction": "a stackable chair", "instruction_attributes": ["stackable"], "instruction_options": ["s"]},
+        {"instruction": "a stackable chair", "instruction_attributes": ["stackable"], "instruction_options": ["s"]}
     ],
     "B000000099": [{"instruction": "of no product", "instruction_attributes": ["x"], "instruction_options": []}],
 }

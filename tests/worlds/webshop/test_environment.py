@@ -116,7 +116,7 @@ async def test_the_anchor_is_the_page_and_what_is_chosen(theirs: Shopper) -> Non
     assert theirs.environment.anchor() is None
 
 
-async def test_what_was_chosen_is_forgotten_with_the_next_search_and_replaced_by_the_next_value(
+async def test_what_was_chosen_is_forgotten_with_the_next_search_and_replaced_by_the_next(
     theirs: Shopper,
 ) -> None:
     for clicks in (["s", "< Prev", "B000000005"], ["s", "m"], ["s", "Back to Search"]):
