@@ -13,7 +13,7 @@ POLICY = """You work at the service desk of an online shop.
 - If the wish is only about the status of the order, tell the status, and change nothing.
 - If the policy does not allow the wish, say that it is not possible, and change nothing."""
 ITEMS = ("lamp", "desk", "chair", "shelf", "clock", "rug")
-STATUSES = ("processing", "shipped", "delivered", "returned")
+STATUSES = ("processing", "shipped", "delivered")
 WISHES = {
     "cancel": "Please cancel order {order}.",
     "return": "I want to return order {order}.",
