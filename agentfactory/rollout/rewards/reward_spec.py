@@ -32,6 +32,7 @@ PREBUILT = {
     "format": "agentfactory.rollout.rewards.form_and_length:Format",
     "length": "agentfactory.rollout.rewards.form_and_length:Length",
     "judge": "agentfactory.rollout.rewards.judge:Judge",
+    "tau2": "agentfactory.worlds.tau2.domain:conversation",
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
