@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
@@ -20,6 +21,7 @@ from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.tau2 import prompts
 from agentfactory.worlds.tau2.domain import conversation
 from agentfactory.worlds.tau2.tasks import Tau2Source
+from tests.conftest import REPOSITORY
 from tests.scripted_chains import call, scripted_chains
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -126,11 +128,11 @@ def test_rewards_are_tau2s(domain: str, number: int) -> None:
     row = rows_of(domain)[number]
     for name, (calls, texts) in variants(domain, row, random.Random(number)).items():
         found = ours(row, calls, texts)
-        try:
-            expected = theirs(domain, row, calls, texts)
-        except ValueError as error:  # tau2's own evaluation fails
-            assert (str(error), found["reward"]) == ("Task task_2 not found", 0), name
+        if (domain, number) == ("mock", 1) and not any(made[1] == "create_task" for made in calls):
+            # tau2's own evaluation fails if the task of its assertion was never created
+            assert found["reward"] == 0
             continue
+        expected = theirs(domain, row, calls, texts)
         parts = {part.value.lower(): value for part, value in (expected.reward_breakdown or {}).items()}
         if not row["tau2"]["communicate"]:
             parts.pop("communicate", None)
@@ -199,6 +201,8 @@ async def test_an_agent_and_a_user_share_a_phone() -> None:
         users = [schema["name"] for schema in Play().tools("telecom")["user"]]
         given = toolset.give_to_user(users)
         assert [spec.name for spec in given] == users
+        listed = yaml.safe_load((REPOSITORY / "recipes/tau2/telecom-3b-lora-24gb.yaml").read_text())
+        assert listed["rollout"]["user"]["tools"] == users
         assert {"get_customer_by_phone", "resume_line"} <= {spec.name for spec in toolset.specs}
         assert not {spec.name for spec in toolset.specs} & {*users}
         async with toolset.chain("c", row) as session:
