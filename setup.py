@@ -204,6 +204,7 @@ setup(
             "index=agentfactory.worlds.search.index_command",
             "worlds=agentfactory.worlds.commands.worlds_command",
         ],
+        "agentfactory.rewards": ["tau2=agentfactory.worlds.tau2.domain:conversation"],
         "agentfactory.services": ["tinker=agentfactory.tinker.serve"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },

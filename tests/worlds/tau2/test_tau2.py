@@ -85,7 +85,8 @@ def variants(domain: str, row: dict[str, Any], rng: random.Random) -> dict[str, 
 
 
 def theirs(domain: str, row: dict[str, Any], calls: list[Made], texts: list[str], reason: str = "user_stop") -> Any:
-    """Return tau2's own RewardInfo of a conversation, in an environment of its own."""
+    """Return tau2's own RewardInfo of a conversation, in an environment of its own; None if its evaluation fails, as it
+    does if the task of an assertion was never created."""
     from tau2.data_model import message as of
     from tau2.data_model.simulation import SimulationRun
     from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
@@ -107,7 +108,12 @@ def theirs(domain: str, row: dict[str, Any], calls: list[Made], texts: list[str]
     run = SimulationRun(
         id="1", task_id=task.id, start_time="", end_time="", duration=0, termination_reason=reason, messages=messages
     )
-    return evaluate_simulation(run, task, EvaluationType.ALL, False, domain)
+    try:
+        return evaluate_simulation(run, task, EvaluationType.ALL, False, domain)
+    except ValueError as error:
+        if str(error) != "Task task_2 not found":
+            raise
+        return None
 
 
 def ours(row: dict[str, Any], calls: list[Made], texts: list[str], stop: StopReason = StopReason.USER_DONE) -> Any:
@@ -128,11 +134,9 @@ def test_rewards_are_tau2s(domain: str, number: int) -> None:
     row = rows_of(domain)[number]
     for name, (calls, texts) in variants(domain, row, random.Random(number)).items():
         found = ours(row, calls, texts)
-        if (domain, number) == ("mock", 1) and not any(made[1] == "create_task" for made in calls):
-            # tau2's own evaluation fails if the task of its assertion was never created
+        if (expected := theirs(domain, row, calls, texts)) is None:
             assert found["reward"] == 0
             continue
-        expected = theirs(domain, row, calls, texts)
         parts = {part.value.lower(): value for part, value in (expected.reward_breakdown or {}).items()}
         if not row["tau2"]["communicate"]:
             parts.pop("communicate", None)
