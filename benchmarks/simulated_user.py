@@ -28,8 +28,8 @@ from agentfactory import read_groups
 DESK = Path(__file__).parents[1] / "recipes" / "service_desk"
 TASKS = 50
 PROMPT = (
-    "You are a customer of an online shop. You have asked: {question} The code of your order is {code}; say it when you "
-    "are asked for the code. You know nothing else."
+    "You are a customer of an online shop. You have asked: {question} The code of your order is {code}; say it when "
+    "you are asked for the code. You know nothing else."
 )
 
 

@@ -27,3 +27,11 @@ def test_an_import_that_fails_names_the_extra_of_the_world(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
     with pytest.raises(SettingError, match=r"rapidfuzz is not .*; fix: pip install 'agentfactory-rl\[webshop\]'"):
         load_named(WEBSHOP)
+
+
+def test_a_package_may_have_another_name_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyYAML's metadata name yaml
+    monkeypatch.setattr(extras, "extras", lambda distribution: {"x": ["pyyaml"], "y": ["no_such_package"]})
+    extras.check_extra("x")
+    with pytest.raises(SettingError, match="no_such_package is not installed"):
+        extras.check_extra("y")

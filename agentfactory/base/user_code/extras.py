@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from importlib.metadata import requires
+from importlib import metadata
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
@@ -19,7 +19,7 @@ OWN_ENVIRONMENT = (
 def extras(distribution: str = DISTRIBUTION) -> dict[str, list[str]]:
     """Return the packages of each extra for users, as setup.py has them, by their names in `import`."""
     found: dict[str, list[str]] = {}
-    for requirement in requires(distribution) or ():
+    for requirement in metadata.requires(distribution) or ():
         if (match := re.match(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]", requirement)) and match[2] != "dev":
             found.setdefault(match[2], []).append(match[1].replace("-", "_"))
     return found
@@ -27,9 +27,20 @@ def extras(distribution: str = DISTRIBUTION) -> dict[str, list[str]]:
 
 def check_extra(extra: str, distribution: str = DISTRIBUTION) -> None:
     """Raise SettingError, with the command that installs it, if a package of `extra` is missing."""
-    missing = [package for package in extras(distribution).get(extra, ()) if not is_installed(package)]
+    missing = [package for package in extras(distribution).get(extra, ()) if not _is_there(package)]
     if missing:
         raise _not_installed(extra, missing, distribution)
+
+
+def _is_there(package: str) -> bool:
+    """Return whether a package can be imported, by its own name or by another that its metadata tells."""
+    if is_installed(package):
+        return True
+    try:
+        names = (metadata.distribution(package).read_text("top_level.txt") or "").split()
+    except metadata.PackageNotFoundError:
+        return False
+    return package not in names and any(map(is_installed, names))
 
 
 def missing_extra(error: ImportError, place: str) -> SettingError | None:

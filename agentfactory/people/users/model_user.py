@@ -1,6 +1,7 @@
 """`rollout.user: model`: a simulated user whose messages a language model writes."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import field
 from string import Formatter
@@ -47,8 +48,8 @@ class ModelUser:
     """Name of the model at `url`."""
     guidelines: str = GUIDELINES
     """The system prompt, with `{situation}` for the filled prompt and `{done}`."""
-    done: str = "###STOP###"
-    """Text by which the user ends the conversation."""
+    done: str | Annotated[list[str], Field(min_length=1)] = "###STOP###"
+    """Text by which the user ends the conversation, or several such texts; `{done}` is the first."""
     temperature: Annotated[float, Field(ge=0)] = 0.7
     max_tokens: Annotated[int, Field(gt=0)] = 256
     """Maximum tokens of a message; a longer one is a fault."""
@@ -91,8 +92,9 @@ class ModelUser:
         **row: Any,
     ) -> AsyncGenerator[Any, str]:
         situation = self.prompt.format(**row)
+        ends = [self.done] if isinstance(self.done, str) else self.done
         messages: list[Message] = [
-            {"role": "system", "content": self.guidelines.format(situation=situation, done=self.done)},
+            {"role": "system", "content": self.guidelines.format(situation=situation, done=ends[0])},
             {"role": "user", "content": GREETING},
         ]
         said: str | None = None
@@ -104,7 +106,7 @@ class ModelUser:
                 # an empty turn of the agent is a message, too
                 messages.append({"role": "user", "content": said or "(no answer)"})
             text = await self._write(messages, call, metrics, policy, tools)
-            words, ended, _ = text.partition(self.done)
+            words, *ended = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)
             if ended:
                 if said is None:
                     raise UserError("the user's model ended the conversation before it began")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, own_copy
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
+from agentfactory.base.user_code.entry_points import REWARDS, registered
 from agentfactory.base.user_code.loading import load_for
 from agentfactory.base.user_code.options import check_options, instantiate, takes_row
 from agentfactory.rollout.config import RewardConfig
@@ -114,7 +115,7 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
         name = getattr(given, "__name__", type(given).__name__)
         return _made(given, RewardConfig(reward=name), label, name)
     config = RewardConfig(reward=given) if isinstance(given, str) else given
-    loaded = load_for(label, config.reward, base, PREBUILT)
+    loaded = load_for(label, config.reward, base, {**registered(REWARDS), **PREBUILT})
     if not getattr(loaded, "is_reward", False):
         raise SettingError(label, f"{config.reward} is not a reward", "put @reward above its definition")
     return _made(loaded, config, label, config.reward.rpartition(":")[2])

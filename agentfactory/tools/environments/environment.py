@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar, TypeGuard
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolSpec
 from agentfactory.base.user_code.watch import announced
 
 
@@ -31,6 +32,16 @@ class Environment:
         """Raise ValueError, with the wrong field and the fix, if `reset` would refuse a data row, or if its chains
         would always earn the same. `has_rewards`: the recipe's `rewards:` judge the chains, and `reward` does not.
         Called for every row before the first chain."""
+
+    @classmethod
+    def further_tools(cls, *args: Any, **options: Any) -> Sequence[ToolSpec]:
+        """Return the tools that only the constructor's options determine, such as those of another engine, next to
+        those marked by `@tool`. Called once for a recipe, with all options."""
+        return ()
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call one of `further_tools`; its arguments are not checked. Return what a tool may return."""
+        raise NotImplementedError(f"{type(self).__name__} has further_tools(), and no call_tool()")
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.

@@ -87,6 +87,7 @@ class OwnServer(Server[Any]):
         self._most = result_bytes
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
+        self._further: set[str] = set()
         self._listing: dict[str, mcp_types.Tool] = {}
         environments = [given.__name__ for given in objects if is_environment(given)]
         if len(environments) > 1:
@@ -100,13 +101,13 @@ class OwnServer(Server[Any]):
                 self._functions[given.spec.name] = given
                 self._list(given.spec, "tool")
             elif is_environment(given):
-                self._list_environment(given)
                 self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
+                self._list_environment(given, options)
             else:
                 problem = f"{given!r} is neither a @tool function or method nor an Environment class"
                 raise TypeError(f"server {name}: {problem} (an MCP server object is served alone)")
 
-    def _list_environment(self, environment: type[Environment]) -> None:
+    def _list_environment(self, environment: type[Environment], options: dict[str, Any]) -> None:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
         if is_async(environment.anchor):
             raise TypeError(f"{environment.__name__}.anchor is async; make it a plain method, which must not block")
@@ -118,6 +119,9 @@ class OwnServer(Server[Any]):
                 raise TypeError(f"{environment.__name__}.{method.spec.name} is not for the model: take @tool off it")
             self._methods[method.spec.name] = (attribute, method)
             self._list(method.spec, "tool")
+        for spec in environment.further_tools(**options):
+            self._further.add(spec.name)
+            self._list(spec, "tool")
         self._list(ToolSpec("reset", "Begins a chain's task.", reset_schema(environment)), "reset")
         if overrides(environment, "reward"):
             self._list(ToolSpec("reward", "Judges the finished chain.", reward_schema(environment)), "reward")
@@ -201,6 +205,9 @@ class OwnServer(Server[Any]):
         if name == "close":
             await self.host.release(chain)
             return mcp_types.CallToolResult(content=[])
+        if name in self._further:
+            given = {"name": name, "arguments": arguments}
+            return await self.host.call(chain, "call_tool", given, self._observed)
         attribute, method = self._methods[name]
         return await self.host.call(chain, attribute, method.parse_arguments(arguments), self._observed)
 

@@ -249,3 +249,15 @@ async def test_an_endpoint_that_fails_is_the_users_fault(folder: Path, status: i
             chain = await chains.run(question="Hi", wish="a lamp")
     assert (chain.outcome, chain.reward) == (Outcome.USER_ERROR, None)
     assert "the user's model: " in str(chain.error)
+
+
+@pytest.mark.parametrize("end", ["###STOP###", "(hangs up)"])
+async def test_a_model_may_end_the_conversation_in_several_ways(folder: Path, end: str) -> None:
+    def answer(prompt: str) -> str:
+        return f"Thanks {end} at once" if "You want" in prompt else "We have one."
+
+    settings = model_user(done=["###STOP###", "(hangs up)"])
+    async with scripted_chains(folder, answer, rollout=settings) as chains:
+        chain = await chains.run(question="Hi", wish="a lamp")
+    assert [content for role, content in spoken(chain) if role != "system"] == ["Hi", "We have one.", "Thanks"]
+    assert chain.stop_reason == StopReason.USER_DONE
