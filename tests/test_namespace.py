@@ -93,7 +93,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 LAYERS = (
     *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent", "tinker"),
-    *("__init__", "doctor", "audit", "viewer", "commands", "worlds.commands", "__main__"),
+    *("__init__", "doctor", "audit", "judges", "viewer", "commands", "worlds.commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 
@@ -177,7 +177,7 @@ def test_loading_a_recipe_imports_few_modules() -> None:
 
 
 MOST_ENTRIES = 16
-_NO_ENTRIES = {"__pycache__", "__init__.py"}
+_NO_ENTRIES = {"__pycache__", "__init__.py", "__main__.py"}
 _DATA = {"__pycache__", "chat_templates", "pages", "page", "shapes", "templates"}
 
 
@@ -195,7 +195,7 @@ def test_the_core_names_no_world() -> None:
 
 
 EXTENSIONS = {
-    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor", "tinker")},
+    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor", "tinker", "judges")},
     "gateway": ("rollout.gateway",),
     "sglang": ("rollout.inference.sglang",),
     # also the tools and rewards that run models' code

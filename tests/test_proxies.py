@@ -23,7 +23,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint
 from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
-from agentfactory.rollout.rewards.judge import Judge
+from agentfactory.judges.judge import Judge
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset

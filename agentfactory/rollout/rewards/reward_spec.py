@@ -33,7 +33,7 @@ PREBUILT = {
     "code_tests": "agentfactory.rollout.rewards.code_tests:CodeTests",
     "format": "agentfactory.rollout.rewards.form_and_length:Format",
     "length": "agentfactory.rollout.rewards.form_and_length:Length",
-    "judge": "agentfactory.rollout.rewards.judge:Judge",
+    "judge": "agentfactory.judges.judge:Judge",
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
