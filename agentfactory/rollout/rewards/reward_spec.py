@@ -34,6 +34,8 @@ PREBUILT = {
     "format": "agentfactory.rollout.rewards.form_and_length:Format",
     "length": "agentfactory.rollout.rewards.form_and_length:Length",
     "judge": "agentfactory.judges.judge:Judge",
+    "rubric": "agentfactory.judges.rubric:Rubric",
+    "pairwise": "agentfactory.judges.pairwise:Pairwise",
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 

@@ -1,0 +1,2 @@
+"""Judges: rewards from language models, their agreement with people, and rewards computed again from saved chains. The
+core does not import it."""
