@@ -93,7 +93,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 LAYERS = (
     *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent", "tinker"),
-    *("__init__", "doctor", "audit", "judges", "viewer", "commands", "worlds.commands", "__main__"),
+    *("__init__", "doctor", "judges", "audit", "viewer", "commands", "worlds.commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 
@@ -188,7 +188,7 @@ def test_the_core_names_no_world() -> None:
     }
     named = {name for point in (WORLDS, SOURCES, COMMANDS) for name in registered(point)}
     # also the names of sections, commands and protocols
-    others = {"audit", "images", "index", "openenv", "replay", "search", "verifiers", "worlds"}
+    others = {"audit", "images", "index", "judge", "openenv", "replay", "search", "verifiers", "worlds"}
     quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - others)))
     core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/).*\.py$", found[0])]
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []

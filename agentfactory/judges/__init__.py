@@ -1,2 +1,1 @@
-"""Judges: rewards from language models, their agreement with people, and rewards computed again from saved chains. The
-core does not import it."""
+"""Judges: rewards from language models. The core does not import it."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.audit.laboratory.rescore import disagree, rescore
+from agentfactory.audit.laboratory.rescore_command import _lines, _rewards
 from agentfactory.audit.record import Record, Seen
-from agentfactory.audit.rescore import disagree, rescore
-from agentfactory.audit.rescore_command import _lines, _rewards
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.rewards import RewardError, Rewards, reward
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory

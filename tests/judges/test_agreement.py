@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.audit.laboratory.agreement import agreement, kappa, lines, read_labels
 from agentfactory.base.errors import SettingError
-from agentfactory.judges.agreement import agreement, kappa, lines, read_labels
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards.reward_spec import load_reward
 from tests.judges.conftest import JudgeServer, verdict_of

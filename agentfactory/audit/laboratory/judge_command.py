@@ -6,28 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.commands.options import add_actions
 
 ABOUT = "compare a recipe's judges with people's labels"
 EXAMPLES = ["judge check recipe.yaml labels.jsonl", "judge check recipe.yaml labels.jsonl --json"]
-_ACTIONS = {"check": "print agreement (Cohen's kappa), and bias by length and by position"}
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    for _, action in add_actions(command, _ACTIONS):
-        action.add_argument("recipe", metavar="RECIPE", help="a YAML file with judges among its rewards")
-        about = 'lines like {"prediction": TEXT, "label": 1}, with fields of the row; docs/judges.md'
-        action.add_argument("labels", metavar="LABELS.jsonl", type=Path, help=about)
-        about = "labels that mean the rewards 0 and 1; default: the ends of the judge's scale"
-        action.add_argument("--scale", nargs=2, type=float, metavar=("WORST", "BEST"), help=about)
-        action.add_argument("--json", action="store_true", help="print JSON, one line per judge")
+    about = "print agreement (Cohen's kappa), and bias by length and by position"
+    command.add_argument("action", metavar="check", choices=("check",), help=about)
+    command.add_argument("recipe", metavar="RECIPE", help="a YAML file with judges among its rewards")
+    about = 'lines like {"prediction": TEXT, "label": 1}, with fields of the row; docs/judges.md'
+    command.add_argument("labels", metavar="LABELS.jsonl", type=Path, help=about)
+    about = "labels that mean the rewards 0 and 1; default: the ends of the judge's scale"
+    command.add_argument("--scale", nargs=2, type=float, metavar=("WORST", "BEST"), help=about)
+    command.add_argument("--json", action="store_true", help="print JSON, one line per judge")
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Ask the judges and print their agreement. Return 1 if there is a text without a verdict. Raises SettingError."""
     # these take a second to import
+    from agentfactory.audit.laboratory.agreement import agreement, lines, read_labels
     from agentfactory.base.processes.interruption import run_interruptibly
-    from agentfactory.judges.agreement import agreement, lines, read_labels
     from agentfactory.judges.client import Asking
     from agentfactory.recipe.load import load_recipe
     from agentfactory.recipe.schema import stages_of

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Score the chains, print the comparison, and return the exit status. Raises SettingError."""
     # these take a second to import
-    from agentfactory.audit.rescore import Comparison, disagree, rescore
+    from agentfactory.audit.laboratory.rescore import Comparison, disagree, rescore
     from agentfactory.audit.run_record import records_at
     from agentfactory.base.processes.interruption import run_interruptibly
     from agentfactory.rollout.rewards import Rewards
