@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,14 @@ Verdict = TypeVar("Verdict")
 
 class VerdictError(RewardError):
     """An answer of a judge in which there is no valid verdict."""
+
+
+class _Flight:
+    """A request that is under way, for others that are equal."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.failure: RewardError | None = None
 
 
 @dataclass(config=OPTIONS, kw_only=True)
@@ -113,18 +122,23 @@ class Asking(Endpoint):
         body = {**judge.parameters, "model": judge.model, "messages": [*messages]}
         content = json.dumps([judge.url, body], sort_keys=True, ensure_ascii=True)
         key = hashlib.sha256((content.replace(nonce, "nonce") if nonce else content).encode()).hexdigest()
-        # equal requests wait for the first one
-        async with self._flights.setdefault(key, asyncio.Lock()):
+        # equal requests wait for the first one, and share its answer or its failure
+        flight = self._flights.setdefault(key, _Flight()) if self.cache is not None else _Flight()
+        waits = flight.lock.locked()
+        async with flight.lock:
+            if waits and flight.failure is not None:
+                raise flight.failure
             if (kept := await run_in_thread(partial(store.find, key))) is not None:
-                try:
+                with suppress(VerdictError):  # it was read by other rules
                     verdict = await run_in_thread(partial(read, kept[1], kept[0]))
-                except VerdictError:
-                    pass  # it was read by other rules
-                else:
                     self.found += 1
                     return verdict, True
-            answer = await self._complete(judge, body)
-            verdict = await run_in_thread(partial(read, answer, nonce))
+            try:
+                answer = await self._complete(judge, body)
+                verdict = await run_in_thread(partial(read, answer, nonce))
+            except RewardError as error:
+                flight.failure = error
+                raise
             await run_in_thread(partial(store.keep, key, nonce, answer))
             return verdict, False
 
@@ -140,7 +154,7 @@ class Asking(Endpoint):
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
-            self._flights: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+            self._flights: WeakValueDictionary[str, _Flight] = WeakValueDictionary()
             self._connections = {}
 
     async def _connection(self, judge: Endpoint) -> Connection:

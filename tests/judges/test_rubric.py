@@ -155,10 +155,14 @@ async def test_equal_requests_are_sent_once(judge: JudgeServer, tmp_path: Path) 
     judge.answer = lambda prompt: 500
     again = await rate("b", **options)
     assert (again.reward, again.metrics["rubric/cached"], len(judge.requests)) == (1.0, 1.0, 2)
+    async with load("rubric", **{**options, "model": "n", "retries": 0}) as rewards:
+        chains = [rewards.score(said("c"), {}, None) for _ in range(3)]
+        failures = await asyncio.gather(*chains, return_exceptions=True)
+    assert (len(judge.requests), {str(one)[:32] for one in failures}) == (3, {"rubric: no verdict from http://1"})
     for changed in ({"criteria": ["Is it?"]}, {"model": "n"}, {"parameters": {"temperature": 1.0}}):
         with pytest.raises(RewardError, match="status 500"):
             await rate("b", **{**options, "retries": 0, **changed})
-    assert len(judge.requests) == 2 + 3
+    assert len(judge.requests) == 2 + 1 + 3
 
 
 async def test_two_processes_share_the_cache_which_is_bounded(

@@ -112,7 +112,7 @@ async def agreement(
                     return await judge.compare(*one.chains, one.fields)
                 found = spec.parse(await judge(trajectory=one.chains[0], **one.fields), one.chains[0])
         except (RewardError, ValueError, TimeoutError) as error:
-            return RewardError(f"{one.place}: {error or f'longer than {spec.limit}'}")
+            return RewardError(f"{one.place}: {str(error) or f'it took longer than {spec.limit}'}")
         return worst + (fmean(found.turn_rewards) if found.turn_rewards else found.reward) * (best - worst)
 
     verdicts = await asyncio.gather(*map(ask, ours))

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.rewards.reward_spec import load_reward
 
-    parts = [part for stage in stages_of(load_recipe(options.recipe)) for part in stage.parts()]
+    parts = [part for stage in stages_of(load_recipe(options.recipe, purpose="tools")) for part in stage.parts()]
     specs = [
         load_reward(config, f"rewards.{number}", Path.cwd())
         for part in parts

@@ -74,7 +74,7 @@ def _rewards(text: str) -> "list[RewardConfig]":
     from agentfactory.rollout.config import RewardConfig
 
     if text.endswith((".yaml", ".yml")):
-        return list(stages_of(load_recipe(text))[-1].rewards)
+        return list(stages_of(load_recipe(text, purpose="tools"))[-1].rewards)
     try:
         parsed = parse_yaml(text) if text.lstrip().startswith("{") else {"reward": text}
         return [RewardConfig.model_validate(parsed)]

@@ -163,8 +163,7 @@ class Alarms:
         self._streaks.append(_Streak(lambda group: True, held_turns))
         if offer.why_wait:
             self._streaks.append(_Streak(lambda group: True, slow_starts))
-        self._exploits = Exploits()
-        self._told: set[str] = set()
+        self._exploits, self._told = Exploits(), set[str]()
 
     def note(self, group: Group) -> list[Finding]:
         found = [(streak, streak.note(group, self.offer)) for streak in self._streaks]
