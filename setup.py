@@ -200,7 +200,9 @@ setup(
         ],
         "agentfactory.commands": [
             "audit=agentfactory.audit.audit_command",
+            "judge=agentfactory.audit.laboratory.judge_command",
             "replay=agentfactory.audit.replay.replay_command",
+            "rescore=agentfactory.audit.laboratory.rescore_command",
             "index=agentfactory.worlds.search.index_command",
             "worlds=agentfactory.worlds.commands.worlds_command",
         ],

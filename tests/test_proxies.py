@@ -20,10 +20,10 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import proxy_for, spare_loopback
 from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.people.judges.judge import Judge
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint
 from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
-from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset

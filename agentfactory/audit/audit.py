@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from agentfactory.audit.check import Check, Opened, Parts, open_part
 from agentfactory.audit.checks.behaviour import FormatCheck, OutcomeCheck, ToolCallCheck
 from agentfactory.audit.checks.ending import EndingCheck
+from agentfactory.audit.checks.exploits import ExploitCheck
 from agentfactory.audit.checks.groups import GroupCheck
 from agentfactory.audit.checks.lengths import LengthCheck
 from agentfactory.audit.checks.metrics import MetricCheck
@@ -26,7 +27,7 @@ from agentfactory.rollout.config import Part
 
 CHECKS: Sequence[type[Check]] = (
     *(EndingCheck, WeightCheck, TokenCheck, TaskCheck, TrainedCheck, RewardCheck, ReplayCheck),
-    *(ToolCallCheck, OutcomeCheck, GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
+    *(ToolCallCheck, OutcomeCheck, GroupCheck, ExploitCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""
 OPEN_SECONDS = 120.0

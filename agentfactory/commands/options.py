@@ -135,7 +135,7 @@ exit status:
   3    train only: train.stop_when ended the run
   4    train, rollout, eval: done, but more than half of the chains were dropped or have no reward
   5    tools check only: no fault, but a part was not checked
-  6    audit only: warnings, and nothing wrong
+  6    audit: warnings, and nothing wrong; rescore: the rewards disagree
   130  interrupted by Ctrl-C or SIGTERM
 """
 

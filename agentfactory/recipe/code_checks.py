@@ -170,8 +170,7 @@ def _may_report_reward(recipe: Recipe) -> bool:
 
 
 def may_open_chains(recipe: Recipe) -> bool:
-    """Return whether an environment, or a simulated user, may give a chain's first text; external servers may be
-    environments."""
+    """Return whether an environment (an external server may be one) or a simulated user may give the first text."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
     return is_external or recipe.rollout.user is not None or any(True for _ in _environments(recipe))
 

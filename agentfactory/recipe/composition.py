@@ -218,8 +218,7 @@ def _override_entry(composed: Composed, above: str, keys: list[str], value: Any)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make the paths in every known field of `data` absolute, relative to `base`, and expand `agent: NAME` and
-    `user: NAME`."""
+    """Make the paths in every known field of `data` absolute, relative to `base`; expand `agent` and `user: NAME`."""
     rollout = data.get("rollout")
     for who in ("agent", "user"):
         if isinstance(rollout, dict) and isinstance(rollout.get(who), str):

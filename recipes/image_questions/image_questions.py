@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from agentfactory import Trajectory, reward, tool
+from agentfactory.people.judges.judge import Judge
 from agentfactory.rollout.rewards.answers import chosen
-from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.worlds.images.image_tools import Box, ImageTools
 

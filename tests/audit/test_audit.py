@@ -22,7 +22,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 CHECKED = {
     *("the end of the run", "weights", "tokens and masks", "trained tokens", "rewards", "chains played again"),
-    *("metrics", "tasks", "chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
+    *("metrics", "tasks", "chains lost", "groups", "tool calls", "format", "exploits", "lengths", "greedy chains"),
 }
 
 

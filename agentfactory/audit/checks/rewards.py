@@ -14,7 +14,7 @@ MOST_CHAINS = 600
 """Chains whose rewards are computed again, evenly over the run."""
 SCORE_SECONDS = 20.0
 """Time limit to compute a reward again; after the first that exceeds it, no more are."""
-MODELS = {"judge"}
+MODELS = {"judge", "rubric", "pairwise"}
 
 
 class RewardCheck(Check):

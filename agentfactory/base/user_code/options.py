@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.watch import announced
 
+Known = Mapping[str, inspect.Parameter]
+
 
 def instantiate(given: type[Any], options: dict[str, Any], label: str, name: str, from_chain: Sequence[str]) -> Any:
-    """Create an object of the user's class `name`, which the recipe's field `label` names, from its options; see
-    `check_options`. Raise SettingError, which names the option."""
+    """Create the class `name` of a recipe's field `label` from its options. Raise SettingError; see `check_options`."""
     known = inspect.signature(given).parameters
     check_options(options, known, label, name, from_chain)
     try:
@@ -31,13 +32,7 @@ def instantiate(given: type[Any], options: dict[str, Any], label: str, name: str
         raise SettingError(f"{label}.options", problem, f"its options are {', '.join(known) or 'none'}") from error
 
 
-def check_options(
-    options: dict[str, Any],
-    known: Mapping[str, inspect.Parameter],
-    label: str,
-    name: str,
-    from_chain: Sequence[str],
-) -> None:
+def check_options(options: dict[str, Any], known: Known, label: str, name: str, from_chain: Sequence[str]) -> None:
     """Raise SettingError for an option that is not one of the `known` parameters, or that is filled `from_chain`."""
     for option in options:
         place = f"{label}.options.{option}"
@@ -49,5 +44,5 @@ def check_options(
             raise SettingError(place, f"{name} has no such option", f"use one of {takes or 'none'}")
 
 
-def takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:
+def takes_row(parameters: Known) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import Message, ToolSpec, text_of
+from agentfactory.people.users.policy import Policy
 from agentfactory.rollout.chains.chat_endpoint import ChatAnswer, ChatEndpoint
 from agentfactory.rollout.chains.endpoint_chain import read_answer
-from agentfactory.rollout.chains.simulated_user import Policy, UserError
+from agentfactory.rollout.chains.simulated_user import UserError
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards.text import OPTIONS
 from agentfactory.rollout.text.parsers import NativeParser

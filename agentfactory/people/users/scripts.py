@@ -16,8 +16,9 @@ from agentfactory.base.messages import Message, ToolCall, ToolInfrastructureErro
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.user_code.loading import load_for
 from agentfactory.base.user_code.options import check_options, instantiate, takes_row
+from agentfactory.people.users.policy import policy_of
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.simulated_user import SPEAKER, Policy, UserError
+from agentfactory.rollout.chains.simulated_user import SPEAKER, UserError
 from agentfactory.rollout.config import UserConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
@@ -83,7 +84,7 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
                     "rollout.user", f"{self._name} {error}, in row {number} of {section}", fix
                 ) from error
 
-    def begin(self, episode: Episode, session: ToolSession, policy: Policy | None) -> "ScriptedUser":
+    def begin(self, episode: Episode, session: ToolSession, runner: Any) -> "ScriptedUser":
         """Start the script for a chain."""
 
         async def call(name: str, /, **arguments: Any) -> str:
@@ -92,7 +93,7 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
             return text_of((await session.call(made, by_user=True)).content)
 
         metrics = defaultdict[str, float](float)
-        offered = {"call": call, "metrics": metrics, "policy": policy, "tools": self.tools}
+        offered = {"call": call, "metrics": metrics, "policy": policy_of(runner, episode), "tools": self.tools}
         given = {**own_copy(episode.task), **self._options, **offered}
         takes_all = takes_row(self._parameters)
         names = {name for name in given if name in self._parameters or (takes_all and name not in OFFERED)}

@@ -1,7 +1,6 @@
 """Runners, which run chains from start to reward, limit their concurrency and record their outcomes."""
 
 import asyncio
-import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -13,18 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, Message, ToolInfrastructureError
+from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.chain_counts import COUNTS
-from agentfactory.rollout.chains.chat_endpoint import ChatAnswer
 from agentfactory.rollout.chains.concurrency import Places
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
-from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
+from agentfactory.rollout.chains.outcome_warnings import FIXES, ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
-from agentfactory.rollout.chains.simulated_user import BeginUser, Policy, UserError, Users
+from agentfactory.rollout.chains.simulated_user import BeginUser, UserError, Users
 from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -119,10 +117,8 @@ class ChainWatch:
     def __init__(self, config: RolloutConfig, tasks: int, source: str = "") -> None:
         self._outcomes = ChainOutcomes(config, source)
         self.verdicts = FirstVerdicts(config.group_size, tasks, source=source)
-        fix = "correct the agent (rollout.agent); its own output is in the log"
-        self._others = [FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)]
-        fix = "correct the simulated user (rollout.user), or start its model"
-        self._others.append(FirstVerdicts(config.group_size, tasks, Outcome.USER_ERROR, fix, source))
+        failures = (Outcome.AGENT_ERROR, Outcome.USER_ERROR)
+        self._others = [FirstVerdicts(config.group_size, tasks, kind, FIXES[kind], source) for kind in failures]
 
     def note(self, chain: Trajectory, task: Task) -> None:
         self._outcomes.note(chain)
@@ -179,10 +175,10 @@ class Runner(ABC):
     def player(self, episode: Episode) -> Player:
         """Return the player of an episode."""
 
-    def begin_user(self, episode: Episode, policy: Policy | None = None) -> BeginUser | None:
+    def begin_user(self, episode: Episode) -> BeginUser | None:
         """Return the function that begins the chain's simulated user; None without one."""
         users = self.users
-        return None if users is None else lambda session: users.begin(episode, session, policy)
+        return None if users is None else lambda session: users.begin(episode, session, self)
 
     def begun(self, episode: Episode) -> AbstractAsyncContextManager[None]:
         """Return a context manager that waits until the chain may start, which starts its time limit, and holds the
@@ -449,17 +445,4 @@ class ChainRunner(Runner):
 
     def player(self, episode: Episode) -> Player:
         turns = PolicyTurns(episode, self.renderer, self.sampler, self.agent)
-        return ToolLoop(episode, turns, self.begin_user(episode, self._policy(episode)))
-
-    def _policy(self, episode: Episode) -> Policy:
-        requests = itertools.count()
-
-        async def answer(messages: list[Message], temperature: float, most: int) -> ChatAnswer:
-            # a seed of its own, or it would repeat the agent's choices
-            sampling = replace(episode.sampling, temperature=temperature, seed=f"{episode.sampling.seed}/user")
-            ids = self.renderer.open(messages, [])
-            completion = await self.sampler.sample(ids, sampling, next(requests), most)
-            message, sampled = self.renderer.parse_text(completion.token_ids).message, len(completion.token_ids)
-            return ChatAnswer(message, completion.cut, sampled, len(ids) + sampled)
-
-        return answer
+        return ToolLoop(episode, turns, self.begin_user(episode))

@@ -1,13 +1,12 @@
 """`rollout.user`: who speaks between the agent's turns."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.rollout.chains.chat_endpoint import ChatAnswer
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.config import UserConfig
 from agentfactory.rollout.data import Task
@@ -15,9 +14,6 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 
 SPEAKER = "speaker"
 """Key of a message that a simulated user wrote."""
-
-Policy = Callable[[list[Message], float, int], Awaitable[ChatAnswer]]
-"""(messages, temperature, max tokens) -> the answer of the trained model, at the chain's weights."""
 
 
 class UserError(Exception):
@@ -47,7 +43,8 @@ class Users(Protocol):
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """Raise SettingError if the user cannot play a row of `section`."""
 
-    def begin(self, episode: Episode, session: ToolSession, policy: Policy | None) -> User: ...
+    def begin(self, episode: Episode, session: ToolSession, runner: Any) -> User:
+        """Begin the part of a chain of `runner`, a Runner."""
 
 
 BeginUser = Callable[[ToolSession], User]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from agentfactory.base.errors import plural
 from agentfactory.base.findings import Finding, warning
 from agentfactory.base.messages import CallError
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation import rules
 from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
@@ -162,11 +163,16 @@ class Alarms:
         self._streaks.append(_Streak(lambda group: True, held_turns))
         if offer.why_wait:
             self._streaks.append(_Streak(lambda group: True, slow_starts))
+        self._exploits = load_named("agentfactory.people.judges.exploits:Exploits")()
+        self._told: set[str] = set()
 
     def note(self, group: Group) -> list[Finding]:
         found = [(streak, streak.note(group, self.offer)) for streak in self._streaks]
         self._streaks = [streak for streak, advice in found if not advice]
-        return [one for _, advice in found for one in advice]
+        signs = self._exploits.note(group) if self.offer.judged else []
+        new = [one for one in signs if one.topic not in self._told]
+        self._told |= {one.topic for one in new}
+        return [one for _, advice in found for one in advice] + new
 
     def _is_left_out(self, group: Group) -> bool:
         return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not _solved(group.trajectories)

@@ -32,7 +32,9 @@ PREBUILT = {
     "code_tests": "agentfactory.rollout.rewards.code_tests:CodeTests",
     "format": "agentfactory.rollout.rewards.form_and_length:Format",
     "length": "agentfactory.rollout.rewards.form_and_length:Length",
-    "judge": "agentfactory.rollout.rewards.judge:Judge",
+    "judge": "agentfactory.people.judges.judge:Judge",
+    "rubric": "agentfactory.people.judges.rubric:Rubric",
+    "pairwise": "agentfactory.people.judges.pairwise:Pairwise",
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 

@@ -1,0 +1,1 @@
+"""Judges: rewards from language models. The core does not import it."""
