@@ -37,6 +37,12 @@ CHAIN_METRICS = [
     Metric("penalty", "", "amount that rollout.outcome_penalty subtracted from the reward"),
     Metric("limits/<limit>", "", "how often this limit was reached"),
     Metric("stop/<reason>", "", "1 if this reason ended the chain, otherwise 0"),
+    Metric("user/turns", "messages", "messages of the simulated user (rollout.user)"),
+    Metric("user/calls", "calls", "tool calls of the simulated user"),
+    Metric("user/seconds", "s", "time in which the simulated user wrote its messages"),
+    Metric("user/tokens", "tokens", "tokens that the simulated user's model read and wrote"),
+    Metric("user/cost", "", "cost of these tokens, by the option prices"),
+    Metric("user/<name>", "", "a number that the script of the simulated user counted"),
     Metric("failed", "", "share of the chains that failed"),
 ]
 """The `metrics` of a trajectory, `trajectory/<name>` in metrics.jsonl."""
