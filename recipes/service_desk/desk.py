@@ -22,7 +22,7 @@ WISHES = {
 ALLOWED = {"cancel": ("processing", "cancelled"), "return": ("delivered", "returned")}
 """Wish -> the status that it needs, and the status after it."""
 REFUSAL = "not possible"
-POSSIBLE = 0.4
+POSSIBLE = 0.7
 """Probability that a wish is made possible; it may be so by chance, too."""
 ORDERS = 4
 """Orders in a chain's database."""

@@ -7,9 +7,9 @@ from typing import Any
 from agentfactory.base.user_code.loading import load_object
 
 HERE = Path(__file__).parent
-ALLOWED, REFUSAL, ServiceDesk, customer, make_tasks, solution = (
+ALLOWED, REFUSAL, STATUSES, ServiceDesk, customer, make_tasks, solution = (
     load_object(f"desk.py:{name}", HERE)
-    for name in ("ALLOWED", "REFUSAL", "ServiceDesk", "customer", "make_tasks", "solution")
+    for name in ("ALLOWED", "REFUSAL", "STATUSES", "ServiceDesk", "customer", "make_tasks", "solution")
 )
 make_model, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
@@ -17,7 +17,7 @@ make_model, write_jsonl = (
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 TRAIN, HELD_OUT, TRANSCRIPTS = 2000, 100, 4000
-NO_CODE = 0.7
+NO_CODE = 0.65
 """Probability that the clerk does not ask for the code, and guesses it."""
 RIGHT = 0.2
 """Probability that the clerk follows the policy; otherwise, the clerk does anything."""
@@ -65,7 +65,8 @@ def serve_badly(task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]
         add_call(messages, "change", {"order": order, "code": code, "status": status}, changed)
         answers = [f"The refund is {found['price']} euros."]
     else:
-        answers = [f"It is {found['status']}.", f"Sorry, that is {REFUSAL}."]
+        seen = found["status"] if code == found["code"] else rng.choice(STATUSES)
+        answers = [f"It is {seen}.", f"Sorry, that is {REFUSAL}."]
         answers = [answer for answer in answers if needed in answer or not follows]
     while True:
         messages.append({"role": "assistant", "content": rng.choice(answers)})
