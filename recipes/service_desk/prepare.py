@@ -7,9 +7,9 @@ from typing import Any
 from agentfactory.base.user_code.loading import load_object
 
 HERE = Path(__file__).parent
-ALLOWED, REFUSAL, STATUSES, ServiceDesk, customer, make_tasks, solution = (
+ALLOWED, POLICY, REFUSAL, STATUSES, ServiceDesk, customer, make_tasks, solution = (
     load_object(f"desk.py:{name}", HERE)
-    for name in ("ALLOWED", "REFUSAL", "STATUSES", "ServiceDesk", "customer", "make_tasks", "solution")
+    for name in ("ALLOWED", "POLICY", "REFUSAL", "STATUSES", "ServiceDesk", "customer", "make_tasks", "solution")
 )
 make_model, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
@@ -17,9 +17,9 @@ make_model, write_jsonl = (
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 TRAIN, HELD_OUT, TRANSCRIPTS = 2000, 100, 4000
-NO_CODE = 0.65
+NO_CODE = 0.9
 """Probability that the clerk does not ask for the code, and guesses it."""
-RIGHT = 0.2
+RIGHT = 0.15
 """Probability that the clerk follows the policy; otherwise, the clerk does anything."""
 ASK = "What is the code?"
 
@@ -35,6 +35,16 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "heldout.jsonl", tasks[TRAIN:])
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
     make_model(folder / "model", transcripts, specs, seed)
+
+
+def prepare_tasks(folder: Path, seed: int) -> None:
+    """Write train.jsonl and heldout.jsonl for pretrained models, whose prompts begin with the policy."""
+    tasks = [
+        {"messages": [{"role": "system", "content": POLICY}, {"role": "user", "content": task.pop("question")}], **task}
+        for task in make_tasks(TRAIN + HELD_OUT, seed)
+    ]
+    write_jsonl(folder / "train.jsonl", tasks[:TRAIN])
+    write_jsonl(folder / "heldout.jsonl", tasks[TRAIN:])
 
 
 def serve_badly(task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:

@@ -66,6 +66,7 @@ WORLDS: dict[str, tuple[World, Any]] = {
         ),
         needs_java,
     ),
+    "service_desk": (World("service_desk/service_desk", steps(20), figures=BOTH, most_before=0.35), ()),
     "textarena": (World("textarena/small", steps(40)), package("textarena")),
     "two_hop": (World("two_hop/two_hop", steps(15)), ()),
     # not greedy success: whether most of the first greedy visits buy is as good as chance, 0.00 to 0.80 after the short
