@@ -7,7 +7,7 @@ from typing import Any
 from agentfactory import Environment, finish, reward, tool
 
 POLICY = """You work at the service desk of an online shop.
-- Before you look up an order, ask the customer for the code of the order.
+- Look the order up before you answer. For that, ask the customer for the code of the order.
 - An order that is processing can be cancelled. A delivered order can be returned. Nothing else may be changed.
 - After a cancellation or a return, tell the customer the refund: the price in euros.
 - If the wish is only about the status of the order, tell the status, and change nothing.
@@ -63,13 +63,15 @@ def solution(orders: dict[str, Any], order: str, wish: str) -> tuple[str, str]:
 
 
 class ServiceDesk(Environment):
-    """A chain's orders. Reward: 1 if every order has the status that the policy gives it, else 0."""
+    """A chain's orders. Reward: 1 if the customer's order was looked up, and every order has the status that the policy
+    gives it, else 0."""
 
     def reset(self, orders: dict[str, Any], order: str, wish: str, **task: Any) -> None:
         """Copy the row's orders."""
         self.orders = {number: dict(fields) for number, fields in orders.items()}
         self.wanted = {number: fields["status"] for number, fields in orders.items()}
         self.wanted[order] = solution(orders, order, wish)[0]
+        self.order, self.seen = order, set[str]()
 
     def _find(self, order: str, code: str) -> dict[str, Any]:
         found = self.orders.get(order)
@@ -77,6 +79,7 @@ class ServiceDesk(Environment):
             raise ValueError(f"There is no order {order}.")
         if found["code"] != code:
             raise ValueError(f"Wrong code for order {order}.")
+        self.seen.add(order)
         return found
 
     @tool
@@ -105,8 +108,9 @@ class ServiceDesk(Environment):
         return "changed"
 
     def reward(self) -> float:
-        """Return whether the final state is right."""
-        return float({number: fields["status"] for number, fields in self.orders.items()} == self.wanted)
+        """Return whether the order was looked up and the final state is right."""
+        state = {number: fields["status"] for number, fields in self.orders.items()}
+        return float(self.order in self.seen and state == self.wanted)
 
 
 PATIENCE = 3

@@ -17,9 +17,9 @@ make_model, write_jsonl = (
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 TRAIN, HELD_OUT, TRANSCRIPTS = 2000, 100, 4000
-NO_CODE = 0.9
+NO_CODE = 0.55
 """Probability that the clerk does not ask for the code, and guesses it."""
-RIGHT = 0.15
+RIGHT = 0.2
 """Probability that the clerk follows the policy; otherwise, the clerk does anything."""
 ASK = "What is the code?"
 
