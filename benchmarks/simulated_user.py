@@ -9,11 +9,12 @@ serves the same held-out tasks twice: for the scripted customer, and for MODEL a
 - `wrong_user`: the share of chains, among the others, in which the user said a code that is not the order's, or left
   before the agent answered.
 
-    python benchmarks/simulated_user.py RUN MODEL [--quick]
+    python benchmarks/simulated_user.py RUN MODEL [--tasks 50]
 """
 
 import argparse
 import json
+import os
 import re
 import signal
 import subprocess
@@ -26,7 +27,6 @@ from typing import Any
 from agentfactory import read_groups
 
 DESK = Path(__file__).parents[1] / "recipes" / "service_desk"
-TASKS = 50
 PROMPT = (
     "You are a customer of an online shop. You have asked: {question} The code of your order is {code}; say it when "
     "you are asked for the code. You know nothing else."
@@ -72,9 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tasks", type=int, default=50)
     options = parser.parse_args()
-    tasks = 10 if options.quick else TASKS
+    tasks = options.tasks
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = {
@@ -88,13 +88,15 @@ def main() -> None:
             command = [sys.executable, "-m", "agentfactory", "serve", str(folder / "user.yaml"), "--chat"]
             server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
         try:
-            while not (found := re.search(r"(http://[\d.:]+/v1)\b", log.read_text())):
+            while "OPENAI_API_KEY" not in (exports := dict(re.findall(r"export (\w+)=(\S+)", log.read_text()))):
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.5)
             (folder / "a").mkdir()
             (folder / "b").mkdir()
             scripted = evaluate(options.run, folder / "a", tasks)
-            model = {"url": found[1], "model": options.model.name, "prompt": PROMPT, "temperature": 0.3}
+            os.environ["OPENAI_API_KEY"] = exports["OPENAI_API_KEY"]
+            address = {"url": exports["OPENAI_BASE_URL"], "api_key_env": "OPENAI_API_KEY"}
+            model = {**address, "model": options.model.name, "prompt": PROMPT, "temperature": 0.3}
             played = evaluate(options.run, folder / "b", tasks, name="model", options=model)
         finally:
             server.send_signal(signal.SIGINT)
