@@ -44,8 +44,12 @@ def endless(steps):
         yield step
 
 
-def fault(kind):
+def fault(kind, metrics):
+    if kind == "begins":
+        yield "Hello"
     yield None
+    if kind == "count":
+        metrics["x"] = "many"
     if kind == "raises":
         raise OSError("no line")
     if kind == "slow":
@@ -97,7 +101,7 @@ async def test_a_user_has_said_the_question_and_answers_between_tool_calls(folde
 async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
     settings = rollout("noter", options={"tools": ["note"]})
     async with scripted_chains(folder, [call("note", text="mine"), "ok"], rollout=settings) as chains:
-        chain = await chains.run()
+        chain = await chains.run(messages=[{"role": "system", "content": "Help."}])
         assert chains.runner.setup.specs == []
     assert ("user", "noted of the user") in spoken(chain)
     assert any("There is no tool 'note'. There are no tools." in content for _, content in spoken(chain))
@@ -113,6 +117,7 @@ async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
         ("long", "not a text of 1 to 65,536 characters"),
         ("number", "yielded 3, not a text"),
         ("nothing", "yielded None, not a text"),
+        ("count", "set the metric 'x' to 'many'"),
     ],
 )
 async def test_a_fault_of_the_user_is_no_reward(
@@ -124,6 +129,13 @@ async def test_a_fault_of_the_user_is_no_reward(
     assert (chain.outcome, chain.reward) == (Outcome.USER_ERROR, None)
     assert problem in str(chain.error)
     assert chain.turns == 1
+
+
+async def test_a_user_does_not_begin_after_a_question(folder: Path) -> None:
+    async with scripted_chains(folder, [], rollout=rollout("fault")) as chains:
+        chain = await chains.run(kind="begins")
+    assert chain.outcome is Outcome.USER_ERROR
+    assert "has a user's message already; begin the script with `said = yield`" in str(chain.error)
 
 
 async def test_no_token_of_a_user_is_trained(folder: Path) -> None:

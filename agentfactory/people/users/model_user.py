@@ -80,7 +80,10 @@ class ModelUser:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row lacks a field of the prompt."""
+        """Raise ValueError if the row lacks a field of the prompt, or if the field has a name of its own use."""
+        for name in _fields(self.prompt):
+            if name in ("call", "metrics", "policy", "tools"):
+                raise ValueError(f"cannot fill {{{name}}}, a name of its own; rename the field by data.columns")
         if missing := [name for name in _fields(self.prompt) if name not in row]:
             raise ValueError(f"fills {{{missing[0]}}} of its prompt from the row, which lacks it")
 

@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Any
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import Message, ToolCall, ToolInfrastructureError, ToolSpec, own_copy, text_of
+from agentfactory.base.messages import (
+    Message,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolSpec,
+    is_finite_number,
+    own_copy,
+    text_of,
+)
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.user_code.loading import load_for
 from agentfactory.base.user_code.options import check_options, instantiate, takes_row
@@ -124,14 +132,17 @@ class ScriptedUser:
     def metrics(self) -> dict[str, float]:
         """Return the user's numbers: turns, calls, seconds, and those that the script counts."""
         counts = self._episode.counts
+        counted = {name: value for name, value in self._metrics.items() if is_finite_number(value)}
         own = {name: counts[f"user/{name}"] for name in ("turns", "calls")}
-        return {f"user/{name}": float(n) for name, n in {**self._metrics, **own, "seconds": self._seconds}.items()}
+        return {f"user/{name}": float(n) for name, n in {**counted, **own, "seconds": self._seconds}.items()}
 
     async def speak(self, said: str | None) -> tuple[list[Message], bool]:
         episode, began = self._episode, time.monotonic()
         with episode.timeline.measure(Activity.USER, episode.trajectory.turns):
             found = await self._step(said)
         self._seconds += time.monotonic() - began
+        if wrong := [name for name, value in self._metrics.items() if not is_finite_number(value)]:
+            raise UserError(f"{self._config.name} set the metric {wrong[0]!r} to {self._metrics[wrong[0]]!r:.100}")
         text, over = (found.value, True) if isinstance(found, Finish) else (found, False)
         if text is None and (over or said is None):
             return [], over
@@ -139,6 +150,9 @@ class ScriptedUser:
             raise UserError(
                 f"{self._config.name} yielded {text!r:.200}, not a text of 1 to {MOST_CHARACTERS:,} characters"
             )
+        if said is None and episode.trajectory.messages and episode.trajectory.messages[-1]["role"] == "user":
+            problem = "begins, but the row or the environment has a user's message already"
+            raise UserError(f"{self._config.name} {problem}; begin the script with `said = yield`, or leave that out")
         episode.counts["user/turns"] += 1
         # a lone surrogate can be neither encoded nor saved
         return [{"role": "user", "content": text.encode("utf-8", "replace").decode(), SPEAKER: "simulated"}], over
