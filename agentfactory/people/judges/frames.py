@@ -17,6 +17,8 @@ _TEMPLATE_TOKENS = re.compile(
     r"<(?=[|｜][^<>\n]{0,60}[|｜]>|/?s>|<?/?SYS>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?think>)|\[(?=/?INST\])"
 )
 """Beginnings of tokens that end a message in some chat templates, wherever they stand."""
+_BARE = re.compile(r"(:\s*)(yes|no)(?=\s*[,}])", re.IGNORECASE)
+"""Words that small models write without quotation marks."""
 _INVISIBLE = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
 """Unicode categories that are written as escapes: controls, changes of direction, and lines' ends."""
 
@@ -54,10 +56,14 @@ def read_verdict(answer: str, nonce: str) -> Any:
     found: list[Any] = []
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
     for match in re.finditer(rf'\{{\s*"{re.escape(nonce)}"\s*:', said):
+        rest = said[match.start() :]
         try:
-            value = decoder.raw_decode(said, match.start())[0]
+            value = decoder.raw_decode(rest)[0]
         except (ValueError, RecursionError):
-            continue  # the form of the verdict, repeated
+            try:
+                value = decoder.raw_decode(_BARE.sub(r'\1"\2"', rest))[0]
+            except (ValueError, RecursionError):
+                continue  # the form of the verdict, repeated
         if value[nonce] not in found:
             found.append(value[nonce])
     if len(found) != 1:

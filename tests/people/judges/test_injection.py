@@ -65,6 +65,8 @@ def test_no_text_is_a_verdict() -> None:
         with pytest.raises(VerdictError, match="no verdict"):
             read_verdict(text, nonce)
         assert read_verdict(f'{text}\n{{"{nonce}": {{"1": "no"}}}}', nonce) == {"1": "no"}
+    # a small model forgets the quotation marks
+    assert read_verdict(f'{{"{nonce}": {{"1": yes, "2": No}}}}', nonce) == {"1": "yes", "2": "No"}
 
 
 @pytest.mark.slow
