@@ -127,6 +127,7 @@ setup(
         "agentfactory.worlds.screens": ["pages/*"],
         "agentfactory.viewer": ["page/*"],
         "agentfactory.tinker": ["tinker_public.desc"],
+        "agentfactory.cluster": ["templates/*"],
     },
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs 2.13, 0.33 2.14
@@ -200,6 +201,8 @@ setup(
         ],
         "agentfactory.commands": [
             "audit=agentfactory.audit.audit_command",
+            "launch=agentfactory.cluster.launch_command",
+            "machine=agentfactory.cluster.machine_command",
             "judge=agentfactory.audit.laboratory.judge_command",
             "replay=agentfactory.audit.replay.replay_command",
             "rescore=agentfactory.audit.laboratory.rescore_command",

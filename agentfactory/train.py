@@ -140,6 +140,7 @@ def _main() -> int:
         print(error, file=sys.stderr)
         return 2
     # torch and transformers take seconds to import; report a broken recipe before that
+    from agentfactory.launching.reach_early import wait_for_servers
     from agentfactory.launching.trainer_main import train
     from agentfactory.rollout.workers.worker_socket import WorkerDiedError
     from agentfactory.trainers.processes.accelerator import LaunchError
@@ -148,6 +149,9 @@ def _main() -> int:
     gc.freeze()
     gc.enable()
     try:
+        if runs_chains(recipe, "train"):
+            with heard(_say_on_rank_0):
+                wait_for_servers(recipe)
         ended_by = train(recipe, asked)
     except MostChainsDroppedError as error:
         print_error(error)

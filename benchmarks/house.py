@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/quickstart/quickstart.yaml"
-EXTENSIONS = ("worlds", "audit", "viewer", "tinker", "people")
+EXTENSIONS = ("worlds", "audit", "viewer", "tinker", "people", "cluster")
 LOADED = f"""
 import sys
 from agentfactory.recipe.load import load_recipe

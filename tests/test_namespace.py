@@ -93,7 +93,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 LAYERS = (
     *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train"),
-    *("tinker", "people", "__init__", "doctor", "audit", "viewer", "commands", "worlds.commands", "__main__"),
+    *("tinker", "people", "cluster", "__init__", "audit", "viewer", "commands", "worlds.commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 
@@ -193,7 +193,8 @@ def test_the_core_names_no_world() -> None:
 
 
 EXTENSIONS = {
-    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor", "tinker", "people")},
+    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "cluster", "tinker", "people")},
+    "doctor": ("commands.doctor",),
     "gateway": ("rollout.gateway",),
     "sglang": ("rollout.inference.sglang",),
     # also the tools and rewards that run models' code

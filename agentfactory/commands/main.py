@@ -272,7 +272,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    look, run = None, load_named("agentfactory.doctor:run")
+    look, run = None, load_named("agentfactory.commands.doctor:run")
     with heard(_say) as say:
         if options.sample is not None:
             from agentfactory.commands.sample_command import sample

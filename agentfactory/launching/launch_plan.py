@@ -5,7 +5,8 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -90,11 +91,23 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Machines:
+    """The machines that train together, each with an accelerate launcher; servers run elsewhere if they are several."""
+
+    count: int = 1
+    options: tuple[str, ...] = ("--main_process_port", "0", *PORTLESS_OPTIONS)
+    """How this machine's launcher finds the others."""
+    during: "Callable[[StagePlan], AbstractContextManager[object]] | None" = None
+    """Entered while a stage trains, whose servers others start; None: servers that are not ours already run."""
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """One stage of a run; a run without stages has a single one. `placed` sets the fields from `placement` on."""
 
     recipe: Recipe
     folder: RunFolder
+    machines: Machines = field(default_factory=Machines, kw_only=True)
     state: State = State.NEW
     checkpoint: Path | None = None
     """The checkpoint that a started stage resumes from; None: from its beginning."""
@@ -123,7 +136,7 @@ class StagePlan:
             refusal=known.refusal(recipe),
             assigned=known.for_trainer(recipe),
             server=server,
-            trainer=_trainer(recipe, self.folder, known),
+            trainer=trainer_command(recipe, self.folder, known, self.machines),
         )
 
     def describe_adapter(self) -> str | None:
@@ -141,20 +154,20 @@ class StagePlan:
         return Assignment(recipe, self.checkpoint, plan if isinstance(plan, TimePlan) else None)
 
 
-def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command:
+def trainer_command(recipe: Recipe, folder: RunFolder, placement: Placement, machines: Machines) -> Command:
+    """Return the command of this machine's trainer processes."""
     train, module = recipe.train, (*TRAINER, "--assignment", str(folder.assignment))
     env = placement.environment("trainer")
     if train.processes == 1:
         # same as `accelerate launch` for one process, without the seconds that it takes to import torch
         return Command(own_python(*module), env)
     # seconds from torchrun's SIGTERM to its SIGKILL; long, because the launcher decides when to kill
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **PORTLESS_ENVIRONMENT}
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **(PORTLESS_ENVIRONMENT if machines.count == 1 else {})}
     if not placement.on_gpu:
         # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
         env["ACCELERATE_USE_CPU"] = "true"
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml"))
-    ranks = ("--num_processes", str(train.processes), "--main_process_port", "0")
-    return Command(own_python(*launch, *ranks, *PORTLESS_OPTIONS, *module), env)
+    return Command(own_python(*launch, "--num_processes", str(train.processes), *machines.options, *module), env)
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ class RunPlan:
     def placed(self) -> "RunPlan":
         """Return the plan with a placement for every due stage whose model is known. Raises PlacementError."""
         missing = [stage for stage in self.due if not stage.is_placed]
-        found = place([_planned(stage) for stage in missing], "train") if missing else []
+        found = place([_planned(stage) for stage in missing], "train", missing[0].machines.count) if missing else []
         placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
         return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
@@ -206,7 +219,9 @@ def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str
         yield f"{recipe.name}: {line}"
 
 
-def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool = False) -> RunPlan:
+def plan_run(
+    recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool = False, machines: Machines | None = None
+) -> RunPlan:
     """Plan a run of `recipe` without writing anything. `resume` is a checkpoint of the run in `output`, or AUTO.
     With `overwrite`, the contents of `output` will be deleted. Raises PlacementError, and like `resume_stages`."""
     stages = stages_of(recipe)
@@ -219,7 +234,8 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool 
             planned.append(_new(stage, planned[-1] if planned else None))
     has_run = (recipe.output / "prepared").exists() and not overwrite
     prepare = None if recipe.prepare is None or has_run else Command(prepare_command(recipe), {})
-    return RunPlan(recipe, tuple(planned), prepare).placed()
+    on = machines or Machines()
+    return RunPlan(recipe, tuple(replace(stage, machines=on) for stage in planned), prepare).placed()
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:

@@ -3,13 +3,13 @@
 import re
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import DiskError
 from agentfactory.launching.child_processes import ChildFailed, Children
-from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
+from agentfactory.launching.launch_plan import Machines, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import tell_information
 from agentfactory.launching.reach_early import check_hub, check_reach
@@ -34,7 +34,9 @@ class RunStopped(Exception):
         self.reason = reason
 
 
-def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
+def train(
+    recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say, machines: Machines | None = None
+) -> None:
     """Run all stages and write the run folder; `resume` is a checkpoint or AUTO. Raises ChildFailed, RunStopped,
     MostChainsDroppedError, RunFolderError, PlacementError, SettingError, KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
@@ -45,7 +47,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         if resume is None:
             check_free(recipe.output, overwrite)
         check_hub(recipe, "train")
-        plan = plan_run(recipe, resume, overwrite)
+        plan = plan_run(recipe, resume, overwrite, machines)
         # a stage that cannot be placed is refused before anything is written, if its model already exists
         for stage in plan.due:
             if stage.refusal is not None:
@@ -61,7 +63,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
             if plan.prepare is None:
                 with tell_information(say):
-                    check_reach(stage.recipe)
+                    check_reach(stage.recipe, servers=stage.machines.during is None)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children(say) as children:
@@ -117,7 +119,7 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
     if plan.prepare is not None:
         for stage in plan.due:
             with tell_information(say):
-                check_reach(stage.recipe)
+                check_reach(stage.recipe, servers=stage.machines.during is None)
     # as they were given: that of a merged model no longer names the adapter
     for recipe, stage in zip(stages_of(plan.recipe), plan.stages, strict=True):
         for doubt in doubts(recipe) if stage.state is not State.COMPLETED else ():
@@ -156,29 +158,30 @@ def _run_stage(
         command, log = stage.server.arguments, folder.logs / "server.log"
         server = begin_server(recipe, command, children, log, say, env=stage.server.env)
     assert stage.trainer is not None
-    # the trainer imports its modules while the server starts, and uses no device before it has the assignment
-    trainer = children.start(
-        "trainer",
-        stage.trainer.arguments,
-        folder.logs / "train.log",
-        env=stage.trainer.env | {"PET_RDZV_ENDPOINT": str(store)},
-        show=True,
-        explain=_first_rank_that_failed if recipe.train.processes > 1 else None,
-        is_finishing=folder.is_finishing,
-    )
-    if server is not None:
-        # on a CPU, trainer and worker load while the server does
-        url = wait_for_server(recipe, server, children, say, early=not stage.placement.on_gpu)
-        stage.placement.check_trainers_room()
-        stage.assignment(url, time).write(folder.assignment)
-        wait_for_server(recipe, server, children, say)
-    try:
-        children.wait(trainer)
-    except ChildFailed:
-        summary = folder.read_summary()
-        if summary.get("status") == "stopped":
-            raise RunStopped(summary["reason"], best_checkpoint(summary, folder.path)) from None
-        raise
+    with nullcontext() if stage.machines.during is None else stage.machines.during(stage):
+        # the trainer imports its modules while the server starts, and uses no device before it has the assignment
+        trainer = children.start(
+            "trainer",
+            stage.trainer.arguments,
+            folder.logs / "train.log",
+            env=stage.trainer.env | ({"PET_RDZV_ENDPOINT": str(store)} if stage.machines.count == 1 else {}),
+            show=True,
+            explain=first_rank_that_failed if recipe.train.processes > 1 else None,
+            is_finishing=folder.is_finishing,
+        )
+        if server is not None:
+            # on a CPU, trainer and worker load while the server does
+            url = wait_for_server(recipe, server, children, say, early=not stage.placement.on_gpu)
+            stage.placement.check_trainers_room()
+            stage.assignment(url, time).write(folder.assignment)
+            wait_for_server(recipe, server, children, say)
+        try:
+            children.wait(trainer)
+        except ChildFailed:
+            summary = folder.read_summary()
+            if summary.get("status") == "stopped":
+                raise RunStopped(summary["reason"], best_checkpoint(summary, folder.path)) from None
+            raise
     if server is not None:
         children.stop(server)
 
@@ -192,6 +195,6 @@ def _tell(stage: StagePlan, say: Say) -> None:
         raise stage.refusal
 
 
-def _first_rank_that_failed(log: list[str]) -> str | None:
+def first_rank_that_failed(log: list[str]) -> str | None:
     said = (re.match(r"\[rank\d+\]: (?!Traceback)(\S.*)", line) for line in log)
     return next((found[1] for found in said if found), None)

@@ -92,9 +92,9 @@ class Placement:
             raise PlacementError(f"{problem}server.options.gpu_memory_utilization, or set placement.mode=time_share")
 
 
-def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
+def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"], machines: int = 1) -> list[Placement | None]:
     """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist. Later stages
-    are planned with the first stage's model. Raises PlacementError."""
+    are planned with the first stage's model; `machines` like this one share the trainer. Raises PlacementError."""
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
     for index, recipe in enumerate(recipes):
@@ -107,7 +107,9 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             asked[index] = planned
     if asked:
         data = [json.loads(recipe.model_dump_json()) for recipe in asked.values()]
-        answers = _ask("agentfactory.placement", json.dumps({"purpose": purpose, "recipes": data}))
+        answers = _ask(
+            "agentfactory.placement", json.dumps({"purpose": purpose, "machines": machines, "recipes": data})
+        )
         for index, answer in zip(asked, answers, strict=True):
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))

@@ -1,11 +1,16 @@
 """Checks of what a run will reach, its tools and its servers, before anything slow is started."""
 
+import socket
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agentfactory.base.config import Isolation, McpServerConfig, ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.connections import check_open_files
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.run_notices import doing
+from agentfactory.launching.child_processes import POLL_SECONDS
 from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.config import RolloutRecipe, distinct
@@ -16,10 +21,11 @@ _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 """Owner of the models that a server lists -> its engine. An SGLang server is checked when the run attaches to it."""
 
 
-def check_reach(recipe: Recipe) -> None:
-    """Check that servers answer and tools open, if chains run in training. Raises SettingError."""
+def check_reach(recipe: Recipe, servers: bool = True) -> None:
+    """Check that `servers` answer and tools open, if chains run in training. Raises SettingError."""
     if runs_chains(recipe, "train"):
-        check_servers_answer(recipe)
+        if servers:
+            check_servers_answer(recipe)
         check_teacher_answers(recipe)
         check_tools_open(recipe)
 
@@ -31,6 +37,25 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
         if is_hub_name(stage.model.path):
             # for the tokenizer alone, if a running server has the model
             use_hub_if_it_answers(stage.model.path)
+
+
+def wait_for_servers(recipe: Recipe) -> None:
+    """Wait until something listens at each address of `server.url`. Raises SettingError after `startup_seconds`."""
+    begun, limit = time.monotonic(), recipe.server.startup_seconds
+    for url in recipe.server.urls:
+        parts = urlsplit(url)
+        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        with doing(f"waiting for a server to listen at {url}"):
+            while True:
+                try:
+                    socket.create_connection(address, timeout=ANSWERS_WITHIN).close()
+                    break
+                except OSError as error:  # such as a name that is unknown until its machine has started
+                    if time.monotonic() - begun > limit:
+                        problem = f"nothing listened at {url} for {limit:.0f} s: {error.strerror or error}"
+                        fix = "see the server's log, or correct the address"
+                        raise SettingError("server.url", problem, fix) from error
+                time.sleep(POLL_SECONDS)
 
 
 def check_servers_answer(recipe: Recipe) -> None:

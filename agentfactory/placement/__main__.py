@@ -1,7 +1,8 @@
 """`python -m agentfactory.placement`: plan the placement of recipes for the launcher, which does not import torch.
 
-It reads {"recipes": [...], "purpose": train or serve} from stdin, and writes a list of launching.placement.Placement's
-fields to stdout. To serve, the trainer counts only if it shares a GPU with the server."""
+It reads {"recipes": [...], "purpose": train or serve, "machines": N} from stdin, and writes a list of
+launching.placement.Placement's fields to stdout. To serve, the trainer counts only if it shares a GPU with
+the server."""
 
 import contextlib
 import json
@@ -125,7 +126,7 @@ def main() -> None:
     # libraries may print, which must not reach stdout
     with contextlib.redirect_stdout(sys.stderr):
         asked = json.load(sys.stdin)
-        estimates, machine = Estimates(asked["purpose"]), see_machine()
+        estimates, machine = Estimates(asked["purpose"]), see_machine(asked["machines"])
         recipes = [Recipe.model_validate_json(json.dumps(recipe), strict=True) for recipe in asked["recipes"]]
         answers = [place(recipe, machine, estimates) for recipe in recipes]
     print(json.dumps(answers))

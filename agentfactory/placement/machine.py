@@ -10,6 +10,7 @@ import torch
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code.import_path import is_installed
+from agentfactory.trainers.config import TrainConfig
 
 CUDA_CONTEXT = 512 * 2**20
 """Bytes of CUDA, torch's loaded kernels and cuBLAS's workspaces in one process. Differs between GPUs and versions."""
@@ -52,15 +53,21 @@ class Machine:
     ram_free: int
     has_vllm: bool = False
     """True if this Python, which is also the trainer's, has vLLM, whose code the trainer needs for sending by NCCL."""
+    peers: int = 1
+    """Machines like this one that share the trainer's processes."""
+
+    def processes(self, train: TrainConfig) -> int:
+        """Return the trainer's processes on this machine."""
+        return -(-train.processes // self.peers)
 
 
-def see_machine() -> Machine:
+def see_machine(peers: int = 1) -> Machine:
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     seen = map(torch.cuda.mem_get_info, range(count))
     # the query creates a CUDA context, which ends with this process
     gpus = tuple(Gpu(total, min(total, free + ASKING_CONTEXT)) for free, total in seen)
-    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
+    return Machine(gpus, memory.total, memory.available, is_installed("vllm"), peers)
 
 
 def see_devices() -> dict[str, Any]:

@@ -180,7 +180,7 @@ def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
 
 def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     mode, train, server = recipe.placement.mode, recipe.train, recipe.server
-    for_trainer = train.processes if need.trainer else 0
+    for_trainer = machine.processes(train) if need.trainer else 0
     for_server = server.devices if need.server else 0
     here, both = len(machine.gpus), bool(for_trainer and for_server)
     if device_of(recipe, machine) == "cpu":
@@ -229,7 +229,7 @@ def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
 
 def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Plan for one memory; offloaded and sleeping parts stay in it, except a sleeping server's cache."""
-    processes = recipe.train.processes
+    processes = machine.processes(recipe.train)
     trainer = processes * sum(need.trainer.values())
     offloaded = processes * sum(size for name, size in need.trainer.items() if name in (*OFFLOADED, "context"))
     parts = _parts(need.server)
@@ -254,7 +254,7 @@ def _separate(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
     for_server = server.devices if need.server else 0
-    own = range(recipe.train.processes if need.trainer else 0)
+    own = range(machine.processes(recipe.train) if need.trainer else 0)
     others = range(count - for_server, count) if need.trainer else range(for_server)
     sums: list[Sum] = []
     devices: list[str] = []

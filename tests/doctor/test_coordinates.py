@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from PIL import Image
 
 from agentfactory.base.findings import Finding, Severity
-from agentfactory.doctor.coordinate_checks import check_coordinates, pictures, scores
+from agentfactory.commands.doctor.coordinate_checks import check_coordinates, pictures, scores
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule

@@ -17,8 +17,8 @@ from agentfactory.base.http import connections
 from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.commands.main import main
-from agentfactory.doctor import machine_checks as doctor_machine
-from agentfactory.doctor import recipe_checks as doctor_recipe
+from agentfactory.commands.doctor import machine_checks as doctor_machine
+from agentfactory.commands.doctor import recipe_checks as doctor_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -264,7 +264,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on() -> None:
-    from agentfactory.doctor import _safely
+    from agentfactory.commands.doctor import _safely
 
     def broken() -> Iterator[Finding]:
         raise OSError("no such device")

@@ -39,7 +39,8 @@ def test_sl_loop_resumes_where_it_was_stopped(running: Service, tmp_path: Path) 
     assert second[0]["train_mean_nll"] == first[4]["train_mean_nll"], "bit-equal with its optimizer's state"
 
 
-RL = ("batch_size=4", "group_size=16", "max_tokens=12", "learning_rate=0.005", "lora_rank=8", "max_steps=16")
+# of 26 runs, the worst ended at .87; with steps of .005 on groups of 16, 1 of 30 collapsed
+RL = ("batch_size=4", "group_size=32", "max_tokens=12", "learning_rate=0.003", "lora_rank=8", "max_steps=16")
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])

@@ -11,7 +11,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.memory import memory_room
-from agentfactory.doctor import machine_checks, recipe_checks
+from agentfactory.commands.doctor import machine_checks, recipe_checks
 from agentfactory.launching.time_plan import plan_times
 from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
@@ -98,7 +98,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
             yield from _safely(subject, check)
     yield from _safely("time", lambda: map(partial(ok, "time"), map(str, plan_times(stages))))
     if coordinates and stages:
-        from agentfactory.doctor.coordinate_checks import check_coordinates
+        from agentfactory.commands.doctor.coordinate_checks import check_coordinates
 
         yield from _safely("coordinates", partial(check_coordinates, stages[-1]))
 

@@ -20,7 +20,7 @@ from agentfactory.base.run_notices import Notices
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.doctor.machine_checks import existing, gib
+from agentfactory.commands.doctor.machine_checks import existing, gib
 from agentfactory.launching.placement import place
 from agentfactory.launching.progress import tell_information
 from agentfactory.launching.reach_early import ANSWERS_WITHIN, check_servers_answer

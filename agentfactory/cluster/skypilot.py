@@ -1,0 +1,45 @@
+"""A task of SkyPilot: machines of one kind in any cloud, which get the current folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from agentfactory.cluster.description import Job, shell
+
+
+def files(job: Job) -> dict[str, str]:
+    cluster = job.cluster
+    resources = {
+        **({"accelerators": f"{cluster.gpu or 'H100'}:{cluster.gpus}"} if cluster.gpus else {}),
+        **({"cpus": f"{cluster.cpus}+"} if cluster.cpus else {}),
+        **({"memory": f"{cluster.memory_gib}+"} if cluster.memory_gib else {}),
+        **({"image_id": f"docker:{cluster.images.trainer}"} if cluster.images else {}),
+        **cluster.skypilot,
+    }
+    which = ("--rank", "$SKYPILOT_NODE_RANK", "--machines", "$machines")
+    own = job.machine(*which)
+    lines = ['machines=$(echo "$SKYPILOT_NODE_IPS" | paste -sd,)', f"exec {shell(own)}"]
+    task = {
+        "name": job.name,
+        "num_nodes": cluster.machines,
+        "workdir": ".",
+        "resources": resources,
+        "envs": job.env,
+        # their values come from the environment of `sky jobs launch --secret NAME`
+        "secrets": dict.fromkeys(job.secrets, ""),
+        **(
+            {"file_mounts": {str(cluster.shared): {"source": cluster.volume, "mode": "MOUNT"}}}
+            if cluster.shared
+            else {}
+        ),
+        **({} if cluster.images else {"setup": "pip install -r requirements.txt"}),
+        "run": "\n".join(lines) + "\n",
+    }
+    return {"skypilot.yaml": yaml.safe_dump(task, sort_keys=False, width=1000)}
+
+
+def submit(job: Job, folder: Path, keys: dict[str, str]) -> Iterator[tuple[list[str], str | None]]:
+    """Yield commands, each with its stdin. `keys` are in their environment."""
+    given = [word for name in job.secrets for word in ("--secret", name)]
+    yield ["sky", "jobs", "launch", "--yes", "--name", job.name, *given, str(folder / "skypilot.yaml")], None
