@@ -117,7 +117,7 @@ async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
         ("long", "not a text of 1 to 65,536 characters"),
         ("number", "yielded 3, not a text"),
         ("nothing", "yielded None, not a text"),
-        ("count", "set the metric 'x' to 'many'"),
+        ("count", "returned 'many' for x"),
     ],
 )
 async def test_a_fault_of_the_user_is_no_reward(
