@@ -5,7 +5,7 @@ import inspect
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,11 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
 
     async def __aexit__(self, *exception: object) -> None:
         if (close := getattr(self._script, "close", None)) is not None:
-            await _close(self._name, run(close))
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await run(close)
+            except Exception as error:  # boundary: user code
+                notify(logger, f"close of {self._name}", f"{self._name} could not be closed: {error!r}")
 
 
 class ScriptedUser:
@@ -122,6 +126,8 @@ class ScriptedUser:
         self._name, self._episode, self._script, self._metrics = name, episode, script, metrics
         self._is_async = inspect.isasyncgen(script)
         self._seconds = 0.0
+        self._asked = asyncio.Queue[tuple[str | None, asyncio.Future[Any]]]()
+        self._driver = asyncio.create_task(self._drive(), name=f"user of {episode.trajectory.id}")
         episode.own_metrics = self.metrics
 
     def metrics(self) -> dict[str, float]:
@@ -136,9 +142,14 @@ class ScriptedUser:
 
     async def speak(self, said: str | None) -> tuple[list[Message], bool]:
         episode, began = self._episode, time.monotonic()
+        reply = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((said, reply))
         with episode.timeline.measure(Activity.USER, episode.trajectory.turns):
-            found = await self._step(said)
+            await asyncio.wait([reply], timeout=UserConfig.seconds)
         self._seconds += time.monotonic() - began
+        if not reply.done():
+            raise UserError(f"{self._name} took longer than {UserConfig.seconds:g} s")
+        found = reply.result()
         try:
             self._counted()
         except TypeError as error:
@@ -157,34 +168,37 @@ class ScriptedUser:
         # a lone surrogate can be neither encoded nor saved
         return [{"role": "user", "content": text.encode("utf-8", "replace").decode(), SPEAKER: "simulated"}], over
 
+    async def _drive(self) -> None:
+        """Run the script in one task, which the chain can leave behind: a script may ignore that it is cancelled."""
+        try:
+            while True:
+                said, reply = await self._asked.get()
+                try:
+                    reply.set_result(await self._step(said))
+                except Exception as error:
+                    reply.set_exception(error)
+        finally:
+            await (run_on_loop(self._script.aclose()) if self._is_async else run_in_thread(self._script.close))
+
     async def _step(self, said: str | None) -> Any:
         """Run the script until it yields; its end becomes a Finish."""
-        name, seconds = self._name, UserConfig.seconds
         try:
-            async with asyncio.timeout(seconds) as timer:
-                if self._is_async:
-                    return await run_on_loop(self._script.asend(said))
-                return await run_in_thread(partial(_send, self._script, said))
+            if self._is_async:
+                return await run_on_loop(self._script.asend(said))
+            return await run_in_thread(partial(_send, self._script, said))
         except StopAsyncIteration:
             return Finish(None)
         except (UserError, ToolInfrastructureError, ServerUnreachableError):
             raise
-        except Exception as error:  # boundary: user code
-            if timer.expired():
-                raise UserError(f"{name} took longer than {seconds:g} s") from None
-            raise UserError(f"{name} raised {type(error).__name__}: {error}") from error
+        except (Exception, GeneratorExit) as error:  # boundary: user code
+            raise UserError(f"{self._name} raised {type(error).__name__}: {error}") from error
 
     async def aclose(self) -> None:
-        script = self._script
-        await _close(self._name, run_on_loop(script.aclose()) if self._is_async else run_in_thread(script.close))
-
-
-async def _close(name: str, closing: Awaitable[Any]) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await closing
-    except Exception as error:  # boundary: user code. A generator that still runs in a thread cannot be closed
-        notify(logger, f"close of {name}", f"{name} could not be closed: {type(error).__name__}: {error}")
+        self._driver.cancel()
+        await asyncio.wait([self._driver], timeout=CLOSE_SECONDS)
+        if not self._driver.cancelled():
+            problem = repr(self._driver.exception()) if self._driver.done() else f"not within {CLOSE_SECONDS:g} s"
+            notify(logger, f"close of {self._name}", f"{self._name} could not be closed: {problem}")
 
 
 def _send(script: Any, said: str | None) -> Any:
