@@ -1,7 +1,7 @@
 """`rollout.user`: who speaks between the agent's turns."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,6 @@ class Users(Protocol):
 BeginUser = Callable[[ToolSession], User]
 
 
-def open_users(config: UserConfig | None, base: Path) -> AbstractAsyncContextManager[Any]:
-    """Open the Users of `rollout.user`; None without one. Raise SettingError if they cannot be used."""
+def open_users(config: UserConfig | None, base: Path) -> Any:
+    """Open the Users of `rollout.user`, a context manager; None without one. Raise SettingError if they cannot be used."""
     return nullcontext() if config is None else load_named("agentfactory.people.users.scripts:Scripts")(config, base)
