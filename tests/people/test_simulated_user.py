@@ -48,10 +48,7 @@ def fault(kind, metrics):
     if kind in ("begins", "leaves"):
         yield "Hello" if kind == "begins" else finish("Bye.")
     yield None
-    if kind == "names":
-        metrics["a\\nb"] = 1
-    if kind == "count":
-        metrics["x"] = "many"
+    metrics |= {"names": {"a\\nb": 1}, "count": {"x": "many"}}.get(kind, {})
     if kind == "raises":
         raise OSError("no line")
     if kind == "slow":

@@ -47,5 +47,5 @@ BeginUser = Callable[[ToolSession], User]
 
 
 def open_users(config: UserConfig | None, base: Path) -> Any:
-    """Open the Users of `rollout.user`, a context manager; None without one. Raise SettingError if they cannot be used."""
+    """Open the Users of `rollout.user`, or None, as a context manager. Raise SettingError if they cannot be used."""
     return nullcontext() if config is None else load_named("agentfactory.people.users.scripts:Scripts")(config, base)
