@@ -62,8 +62,8 @@ class ChatServer:
         self._models = models
 
     async def complete(self, request: web.Request) -> web.Response:
-        if self._key is not None and request.headers.get("Authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": {"message": "Incorrect API key provided"}}, status=401)
+        if self._key is not None and (given := request.headers.get("Authorization")) != f"Bearer {self._key}":
+            return web.json_response({"error": {"message": f"Incorrect API key provided: {given}"}}, status=401)
         body = await request.json()
         self.requests.append(body)
         if problem := fault(body):

@@ -20,6 +20,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
 from agentfactory.recipe.checks import check_recipe, parts_of
+from agentfactory.recipe.code_checks import check_user
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -192,6 +193,7 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
     if not problems:
         try:
             check_limits(recipe.limits, [*owners])
+            check_user(recipe, await find_tasks() if recipe.rollout.user else [])
         except ValueError as error:
             problems.append(str(error))
     _fail(problems)

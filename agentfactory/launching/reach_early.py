@@ -118,6 +118,7 @@ def _open_tools(recipe: RolloutRecipe) -> None:
 
     async def open_once() -> None:
         async with open_toolset(tried, Path.cwd()) as toolset:
+            toolset.give_to_user(recipe.rollout.user_tools)
             check_limits(recipe.limits, [spec.name for spec in toolset.specs])
 
     try:

@@ -16,9 +16,9 @@ from agentfactory.recipe.code_checks import (
     check_programs,
     check_resets,
     check_servers,
+    check_user,
     check_user_code,
     gives_reward,
-    load_users,
     may_open_chains,
 )
 from agentfactory.recipe.composition import display
@@ -241,8 +241,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards(recipe.rewards, Path.cwd()).check_rows(tasks, section)
-    if (users := load_users(recipe)) is not None:
-        users.check_rows(tasks, section)
+    check_user(recipe, tasks, section)
     if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
         from agentfactory.rollout.groups.teacher_context import check_answers
 

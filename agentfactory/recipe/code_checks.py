@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards(recipe.rewards, Path.cwd())
-    load_users(recipe)
+    check_user(recipe)
     context = recipe.teacher.context if recipe.teacher is not None else None
     if context is not None and ".py:" in context:
         from agentfactory.rollout.groups.teacher_context import load_context
@@ -134,13 +134,12 @@ def _load_user_code(recipe: Recipe) -> None:
                 raise SettingError("teacher.context", problem, "remove it, or use the recipe's tools without an agent")
 
 
-def load_users(recipe: Recipe) -> Any:
-    """Load the simulated users of `rollout.user`; None without one."""
-    if recipe.rollout.user is None:
-        return None
-    from agentfactory.rollout.chains.simulated_user import open_users
+def check_user(recipe: Recipe, tasks: Sequence[Task] = (), section: str = "data") -> None:
+    """Check that the simulated user of `rollout.user` can be loaded, and can play the rows."""
+    if recipe.rollout.user is not None:
+        from agentfactory.rollout.chains.simulated_user import open_users
 
-    return open_users(recipe.rollout.user, Path.cwd())
+        open_users(recipe.rollout.user, Path.cwd()).check_rows(tasks, section)
 
 
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:

@@ -14,7 +14,7 @@ from tests.chat_server import said, serve_chat
 from tests.scripted_chains import call, scripted_chains
 
 USERS = '''
-import time
+import asyncio, time
 from agentfactory import finish
 
 
@@ -40,16 +40,15 @@ async def noter(call, metrics):
 def endless(steps):
     """Says the steps of the row."""
     yield None
-    for step in steps:
-        yield step
+    while steps:
+        yield steps.pop(0)
 
 
 def fault(kind, metrics):
-    if kind == "begins":
-        yield "Hello"
+    if kind in ("begins", "leaves"):
+        yield "Hello" if kind == "begins" else finish("Bye.")
     yield None
-    if kind == "count":
-        metrics["x"] = "many"
+    metrics |= {"names": {"a\\nb": 1}, "count": {"x": "many"}}.get(kind, {})
     if kind == "raises":
         raise OSError("no line")
     if kind == "slow":
@@ -59,6 +58,25 @@ def fault(kind, metrics):
 
 def plain(question):
     return question
+
+
+class Keen:
+    def check(self, row):
+        return row["absent"]
+
+    def __call__(self):
+        yield None
+
+    def close(self):
+        raise OSError("no close")
+
+
+async def lingerer():
+    yield
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.Event().wait()
 '''
 
 
@@ -117,7 +135,8 @@ async def test_tools_of_the_user_are_not_the_agents(folder: Path) -> None:
         ("long", "not a text of 1 to 65,536 characters"),
         ("number", "yielded 3, not a text"),
         ("nothing", "yielded None, not a text"),
-        ("count", "set the metric 'x' to 'many'"),
+        ("names", "a metric called 'a\\nb'; its name has to be of 1 to 100 printable characters"),
+        ("count", "returned 'many' for x"),
     ],
 )
 async def test_a_fault_of_the_user_is_no_reward(
@@ -131,11 +150,32 @@ async def test_a_fault_of_the_user_is_no_reward(
     assert chain.turns == 1
 
 
-async def test_a_user_does_not_begin_after_a_question(folder: Path) -> None:
+async def test_chains_share_no_option(folder: Path) -> None:
+    settings = rollout("endless", options={"steps": ["x"]})
+    async with scripted_chains(folder, lambda prompt: "a", rollout=settings) as chains:
+        assert [("user", "x") in spoken(await chains.run()) for _ in range(2)] == [True, True]
+
+
+async def test_a_script_that_does_not_end_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UserConfig, "seconds", 0.1)
+    monkeypatch.setattr("agentfactory.people.users.scripts.CLOSE_SECONDS", 0.1)
+    async with scripted_chains(folder, ["a"], rollout=rollout("lingerer")) as chains:
+        chain = await chains.run()
+    assert (chain.outcome, chain.metrics["user/seconds"] >= 0.1) == (Outcome.USER_ERROR, True)
+
+
+async def test_a_user_that_closes_badly_ends_no_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_chains(folder, [], rollout=rollout("Keen")):
+        pass
+    assert "Keen could not be closed: OSError('no close')" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "problem"), [("begins", "`said = yield`"), ("leaves", "before it began")])
+async def test_a_user_does_not_begin_after_a_question(folder: Path, kind: str, problem: str) -> None:
     async with scripted_chains(folder, [], rollout=rollout("fault")) as chains:
-        chain = await chains.run(kind="begins")
+        chain = await chains.run(kind=kind)
     assert chain.outcome is Outcome.USER_ERROR
-    assert "has a user's message already; begin the script with `said = yield`" in str(chain.error)
+    assert problem in str(chain.error)
 
 
 async def test_no_token_of_a_user_is_trained(folder: Path) -> None:
@@ -169,6 +209,8 @@ async def test_no_token_of_a_user_is_trained(folder: Path) -> None:
         ({"name": "model", "options": {"prompt": "{a b}"}}, "rollout.user.options.*{a b} is not the name of a field"),
         ({"name": "model", "options": {"prompt": "x", "url": "http://x"}}, "url and model belong together"),
         ({"name": "model", "options": {}}, "rollout.user.options.prompt"),
+        ({"name": "model", "options": {"prompt": "x", "url": "x", "model": "m"}}, "url: got 'x': not an address"),
+        ({"name": "model", "options": {"prompt": "x", "tools": ["note"]}}, "tools: the trained model calls none"),
     ],
 )
 def test_a_wrong_user_is_named(folder: Path, config: dict[str, Any], message: str) -> None:
@@ -180,6 +222,7 @@ def test_a_wrong_user_is_named(folder: Path, config: dict[str, Any], message: st
     ("config", "message"),
     [
         ({"name": "users.py:buyer"}, "buyer needs name, which row 1 of data lacks"),
+        ({"name": "users.py:Keen"}, "Keen check raised KeyError: 'absent', in row 1 of data"),
         ({"name": "model", "options": {"prompt": "You are {name}."}}, "fills {name} of its prompt from the row"),
     ],
 )
@@ -235,10 +278,10 @@ async def test_a_model_at_an_endpoint_plays_the_user_with_tools_of_its_own(folde
         assert "You want a lamp." in body["messages"][0]["content"]
         last = body["messages"][-1]
         if last["role"] == "tool":
-            return said(f"I looked: {last['content']}")
+            return said(f"<think>###STOP###? No.</think>\n\nI looked: {last['content']}")
         if last["content"] == "Right.":
-            return said("###STOP###")
-        return said("", ("note", '{"text": "mine"}'), ("phone", "{}"))
+            return said("<think>###STOP### is the word</think>###STOP###")
+        return said("<think>I look.</think>", ("note", '{"text": "mine"}'), ("phone", "{}"))
 
     with serve_chat(answer) as server:
         settings = model_user(server.url, tools=["note"], prices=[1000.0, 2000.0])

@@ -266,8 +266,11 @@ async def test_an_endpoint_that_needs_a_key_or_is_not_there(tmp_path: Path, monk
     with serve_chat(script(said("so")), key="k") as server:
         with pytest.raises(ChatEndpointError, match=r"401.*server\.api_key_env"):
             await play(recipe(tmp_path), tmp_path, server.url)
-        monkeypatch.setenv("TEACHERS_KEY", "k")
         with_key = recipe(tmp_path, server={"api_key_env": "TEACHERS_KEY", "retry_seconds": 2})
+        monkeypatch.setenv("TEACHERS_KEY", "sk-other")
+        with pytest.raises(ChatEndpointError, match=r"provided: Bearer \(the key\)"):
+            await play(with_key, tmp_path, server.url, "teacher")
+        monkeypatch.setenv("TEACHERS_KEY", "k")
         assert (await play(with_key, tmp_path, server.url, "teacher")).outcome is Outcome.COMPLETED
     with pytest.raises(ServerUnreachableError, match="no server answers"):
         await play(recipe(tmp_path), tmp_path, "http://127.0.0.1:9", "teacher")

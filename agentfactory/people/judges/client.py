@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.http.proxies import proxy_for, through
@@ -22,6 +21,7 @@ from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.messages import Message
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.run_notices import notify
+from agentfactory.people.endpoints import Address, KeyVariable
 from agentfactory.people.judges.store import Store
 from agentfactory.rollout.inference.http_transport import Connection, LostError
 from agentfactory.rollout.rewards.reward_spec import RewardError
@@ -53,27 +53,13 @@ class _Flight:
 class Endpoint:
     """A judge's address, model and prices."""
 
-    url: str
+    url: Address
     model: str
-    api_key_env: str | None = None
+    api_key_env: KeyVariable | None = None
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     price_in: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     price_out: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Prices of a million tokens of prompts and of answers, in the unit of `max_cost`."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_address(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("not an address; start it with http:// or https://")
-        return url.rstrip("/")
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_set(cls, name: str | None) -> str | None:
-        if name is not None and not os.environ.get(name):
-            raise ValueError("this environment variable is not set; export it")
-        return name
 
 
 @dataclass(config=OPTIONS, kw_only=True)

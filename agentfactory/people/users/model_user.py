@@ -1,9 +1,10 @@
 """`rollout.user: model`: a simulated user whose messages a language model writes."""
 
-import asyncio
+import itertools
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import field, replace
+from functools import partial
 from string import Formatter
 from typing import Annotated, Any
 
@@ -11,13 +12,16 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import Message, ToolSpec, text_of
-from agentfactory.people.users.policy import Policy
+from agentfactory.people.endpoints import Address, KeyVariable
+from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatAnswer, ChatEndpoint
 from agentfactory.rollout.chains.endpoint_chain import read_answer
+from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.simulated_user import UserError
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards.text import OPTIONS
 from agentfactory.rollout.text.parsers import NativeParser
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.tools.tool import finish
 
 GUIDELINES = """\
@@ -29,6 +33,9 @@ it answers. Your situation:
 Write one short message at a time, in the user's words, without quotation marks or notes. Say only what your situation \
 says; if the assistant asks for something else, say that you do not know it. Never do the assistant's work. When your \
 wish is fulfilled, or clearly refused, write {done}"""
+Call = Callable[..., Any]
+Policy = Callable[[list[Message], float, int], Awaitable[ChatAnswer]]
+"""(messages, temperature, max tokens) -> the answer of the trained model, at the weights of the chain's next turn."""
 GREETING = "Hello! How can I help you?"
 """The assistant's first words in the user's own context, if the user begins; the agent does not see them."""
 MOST_CALLS = 8
@@ -43,7 +50,7 @@ class ModelUser:
 
     prompt: str
     """The user's situation and wish, with `{FIELD}` for fields of the row; literal braces must be doubled."""
-    url: str | None = None
+    url: Address | None = None
     """Address of an OpenAI-compatible API. Null: the trained model."""
     model: str | None = None
     """Name of the model at `url`."""
@@ -54,7 +61,7 @@ class ModelUser:
     temperature: Annotated[float, Field(ge=0)] = 0.7
     max_tokens: Annotated[int, Field(gt=0)] = 256
     """Maximum tokens of a message; a longer one is a fault."""
-    api_key_env: str | None = None
+    api_key_env: KeyVariable | None = None
     retry_seconds: Annotated[float, Field(ge=0)] = 30.0
     """Time for retries if the endpoint does not answer; then the chain ends as user_error."""
     prices: tuple[float, float] | None = None
@@ -77,7 +84,6 @@ class ModelUser:
 
     def __post_init__(self) -> None:
         self._endpoint: ChatEndpoint | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row lacks a field of the prompt, or if the field has a name of its own use."""
@@ -88,12 +94,7 @@ class ModelUser:
             raise ValueError(f"fills {{{missing[0]}}} of its prompt from the row, which lacks it")
 
     async def __call__(
-        self,
-        call: Callable[..., Any],
-        metrics: dict[str, float],
-        policy: Policy | None,
-        tools: Sequence[ToolSpec],
-        **row: Any,
+        self, call: Call, metrics: dict[str, float], policy: Policy | None, tools: Sequence[ToolSpec], **row: Any
     ) -> AsyncGenerator[Any, str]:
         situation = self.prompt.format(**row)
         ends = [self.done] if isinstance(self.done, str) else self.done
@@ -109,38 +110,30 @@ class ModelUser:
             if said is not None:
                 # an empty turn of the agent is a message, too
                 messages.append({"role": "user", "content": said or "(no answer)"})
-            text = await self._write(messages, call, metrics, policy, tools)
+            text = await self._write(messages, call, metrics, partial(self._ask, policy, tools))
             words, *ended = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)
             if ended:
-                if said is None:
-                    raise UserError("the user's model ended the conversation before it began")
                 yield finish(words.strip() or None)
                 return
             if said is not None and text.strip() == said.strip():
                 raise UserError(f"the user's model repeated the agent's words: {text!r:.200}")
             said = yield text
 
-    async def _write(
-        self,
-        messages: list[Message],
-        call: Callable[..., Any],
-        metrics: dict[str, float],
-        policy: Policy | None,
-        tools: Sequence[ToolSpec],
-    ) -> str:
+    async def _write(self, messages: list[Message], call: Call, metrics: dict[str, float], ask: Call) -> str:
         """Append the user's next message to `messages`, after its tool calls and their results, and return it."""
         for _ in range(MOST_CALLS):
-            answer = await self._ask(messages, policy, tools)
+            answer: ChatAnswer = await ask(messages)
             metrics["tokens"] += answer.length or 0
             if self.prices is not None and answer.length is not None and answer.sampled is not None:
                 read, written = (answer.length - answer.sampled, answer.sampled)
                 metrics["cost"] += (read * self.prices[0] + written * self.prices[1]) / 1e6
             taken = {made["id"] for message in messages for made in message.get("tool_calls") or []}
-            parsed = read_answer(answer.message, NativeParser(), len(taken), tools, taken)
-            text = text_of(parsed.message["content"]).strip()
+            parsed = read_answer(answer.message, NativeParser(), len(taken), [], taken)
+            # servers without a reasoning parser leave it in the text
+            text = split_reasoning(text_of(parsed.message["content"]), opened=False)[2].strip()
             if answer.cut:
                 raise UserError(f"the user's model wrote more than max_tokens={self.max_tokens}: {text[:200]!r}")
-            messages.append(parsed.message)
+            messages.append({**parsed.message, "content": text})
             if not parsed.calls:
                 if not text or parsed.error:
                     raise UserError(f"the user's model wrote {parsed.error or 'nothing'}")
@@ -150,31 +143,23 @@ class ModelUser:
                 messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
         raise UserError(f"the user's model called tools in {MOST_CALLS} turns in a row, and said nothing")
 
-    async def _ask(self, messages: list[Message], policy: Policy | None, tools: Sequence[ToolSpec]) -> ChatAnswer:
+    async def _ask(self, policy: Policy | None, tools: Sequence[ToolSpec], messages: list[Message]) -> ChatAnswer:
         if self.url is None:
-            if policy is None or tools:
-                what = "calls tools" if tools else "has no trained model here"
-                raise UserError(f"the simulated user {what}; set rollout.user.options.url and model")
+            if policy is None:
+                raise UserError("there is no trained model here; fix: set rollout.user.options.url and model")
             return await policy(messages, self.temperature, self.max_tokens)
         try:
-            endpoint = await self._opened(self.url)
-            return await endpoint.ask(messages, tools, self.temperature, self.max_tokens)
+            if self._endpoint is None:
+                endpoint = ChatEndpoint(self.url, self.model, self.api_key_env, self.retry_seconds, self.parameters)
+                self._endpoint = await endpoint.__aenter__()
+            return await self._endpoint.ask(messages, tools, self.temperature, self.max_tokens)
         except (InferenceError, ServerUnreachableError) as error:
             raise UserError(f"the user's model: {error}") from error
-
-    async def _opened(self, url: str) -> ChatEndpoint:
-        # notebooks run several event loops in succession
-        if self._endpoint is None or self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._endpoint = ChatEndpoint(url, self.model, self.api_key_env, self.retry_seconds, self.parameters)
-            await self._endpoint.__aenter__()
-        return self._endpoint
 
     async def close(self) -> None:
         """Close the connections."""
         if self._endpoint is not None:
             await self._endpoint.__aexit__(None, None, None)
-            self._endpoint = None
 
 
 def _fields(text: str) -> list[str]:
@@ -192,3 +177,22 @@ def _last_words(row: dict[str, Any]) -> str | None:
         return str(row["question"])
     last = row["messages"][-1]
     return text_of(last["content"]) if last["role"] == "user" else None
+
+
+def policy_of(runner: Runner, episode: Episode) -> Policy | None:
+    """Return the trained model of a chain; None if a chat endpoint plays the agent."""
+    if not isinstance(runner, ChainRunner):
+        return None
+    renderer, requests = runner.renderer, itertools.count()
+
+    async def answer(messages: list[Message], temperature: float, most: int) -> ChatAnswer:
+        # a seed of its own, or it would repeat the agent's choices
+        sampling = replace(episode.sampling, temperature=temperature, seed=f"{episode.sampling.seed}/user")
+        ids = renderer.open(messages, [])
+        completion = await runner.sampler.sample(ids, sampling, next(requests), most)
+        sampled = len(completion.token_ids)
+        return ChatAnswer(
+            renderer.parse_text(completion.token_ids).message, completion.cut, sampled, len(ids) + sampled
+        )
+
+    return answer

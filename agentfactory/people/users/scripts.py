@@ -2,43 +2,47 @@
 
 import asyncio
 import inspect
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import (
+    EnvironmentReward,
     Message,
     ToolCall,
     ToolInfrastructureError,
-    ToolSpec,
-    is_finite_number,
     own_copy,
     text_of,
 )
-from agentfactory.base.processes.threads import run_in_thread, run_on_loop
+from agentfactory.base.processes.threads import call_within, run_in_thread, run_on_loop
+from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.loading import load_for
 from agentfactory.base.user_code.options import check_options, instantiate, takes_row
-from agentfactory.people.users.policy import policy_of
+from agentfactory.people.users.model_user import policy_of
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.simulated_user import SPEAKER, UserError
 from agentfactory.rollout.config import UserConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
+from agentfactory.rollout.rewards.reward_spec import run
 from agentfactory.rollout.trajectory import Activity
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.tool import Finish
+
+logger = logging.getLogger(__name__)
 
 PREBUILT = {"model": "agentfactory.people.users.model_user:ModelUser"}
 OFFERED = ("call", "metrics", "policy", "tools")
 """The parameters of a script that the chain fills."""
 MOST_CHARACTERS = 1 << 16
 """Maximum length of a user's message."""
+CLOSE_SECONDS = 10.0
 
 
 class Scripts(AbstractAsyncContextManager["Scripts"]):
@@ -48,22 +52,21 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
     def __init__(self, config: UserConfig, base: Path = Path()) -> None:
         self.config = config
         field, self._name, options = "rollout.user", config.name.rpartition(":")[2], dict(config.options)
-        self.tool_names = options.pop("tools", [])
-        if not isinstance(self.tool_names, list) or not all(isinstance(name, str) for name in self.tool_names):
-            raise SettingError(f"{field}.options.tools", f"got {self.tool_names!r}", "list names of the recipe's tools")
+        if options.pop("tools", []) and config.name == "model" and options.get("url") is None:
+            raise SettingError(f"{field}.options.tools", "the trained model calls none as a user", "set url and model")
         found: Any = load_for(field, config.name, base, PREBUILT)
         if inspect.isclass(found):
             found, options = instantiate(found, options, field, self._name, OFFERED), {}
         function = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
-        self._is_async = inspect.isasyncgenfunction(function)
-        if not self._is_async and not inspect.isgeneratorfunction(function):
+        is_async = inspect.isasyncgenfunction(function)
+        if not is_async and not inspect.isgeneratorfunction(function):
             fix = "yield the user's messages, as in `said = yield 'Hello'`"
             raise SettingError(field, f"{config.name} is not a generator function", fix)
         self._parameters = inspect.signature(found).parameters
         check_options(options, self._parameters, field, self._name, OFFERED)
+        if "call" in self._parameters and not is_async:
+            raise SettingError(field, f"{config.name} takes `call`, but is not async", "write it with `async def`")
         self._script, self._options = found, options
-        self.tools: list[ToolSpec] = []
-        """The tools of `rollout.user.options.tools`."""
 
     @property
     def needed(self) -> dict[str, str]:
@@ -85,14 +88,13 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
                 raise SettingError("rollout.user", f"{problem} ({', '.join(task)})", fix)
             try:
                 if check is not None:
-                    check(own_copy(task))
-            except ValueError as error:
-                fix = "correct the row, or rollout.user.options"
-                raise SettingError(
-                    "rollout.user", f"{self._name} {error}, in row {number} of {section}", fix
-                ) from error
+                    call_within(partial(check, own_copy(task)), UserConfig.seconds)
+            except Exception as error:  # boundary: user code
+                problem = "" if isinstance(error, ValueError) else f"check raised {type(error).__name__}: "
+                problem = f"{self._name} {problem}{error}, in row {number} of {section}"
+                raise SettingError("rollout.user", problem, "correct the row, or rollout.user.options") from error
 
-    def begin(self, episode: Episode, session: ToolSession, runner: Any) -> "ScriptedUser":
+    def begin(self, episode: Episode, runner: Any, session: ToolSession) -> "ScriptedUser":
         """Start the script for a chain."""
 
         async def call(name: str, /, **arguments: Any) -> str:
@@ -101,86 +103,102 @@ class Scripts(AbstractAsyncContextManager["Scripts"]):
             return text_of((await session.call(made, by_user=True)).content)
 
         metrics = defaultdict[str, float](float)
-        offered = {"call": call, "metrics": metrics, "policy": policy_of(runner, episode), "tools": self.tools}
-        given = {**own_copy(episode.task), **self._options, **offered}
+        offered = {"call": call, "metrics": metrics, "policy": policy_of(runner, episode), "tools": runner.user_tools}
+        given = {**own_copy({**episode.task, **self._options}), **offered}
         takes_all = takes_row(self._parameters)
         names = {name for name in given if name in self._parameters or (takes_all and name not in OFFERED)}
         script = self._script(**{name: given[name] for name in names})
-        return ScriptedUser(self.config, episode, script, self._is_async, metrics)
+        return ScriptedUser(self.config.name, episode, script, metrics)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if (close := getattr(self._script, "close", None)) is not None:
-            await close()
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await run(close)
+            except Exception as error:  # boundary: user code
+                notify(logger, f"close of {self._name}", f"{self._name} could not be closed: {error!r}")
 
 
 class ScriptedUser:
     """A running script; see User."""
 
-    def __init__(
-        self, config: UserConfig, episode: Episode, script: Any, is_async: bool, metrics: dict[str, float]
-    ) -> None:
-        self._config = config
-        self._episode = episode
-        self._script = script
-        self._is_async = is_async
-        self._metrics = metrics
+    def __init__(self, name: str, episode: Episode, script: Any, metrics: dict[str, float]) -> None:
+        self._name, self._episode, self._script, self._metrics = name, episode, script, metrics
+        self._is_async = inspect.isasyncgen(script)
         self._seconds = 0.0
+        self._asked = asyncio.Queue[tuple[str | None, asyncio.Future[Any]]]()
+        self._driver = asyncio.create_task(self._drive(), name=f"user of {episode.trajectory.id}")
         episode.own_metrics = self.metrics
 
     def metrics(self) -> dict[str, float]:
         """Return the user's numbers: turns, calls, seconds, and those that the script counts."""
-        counts = self._episode.counts
-        counted = {name: value for name, value in self._metrics.items() if is_finite_number(value)}
-        own = {name: counts[f"user/{name}"] for name in ("turns", "calls")}
-        return {f"user/{name}": float(n) for name, n in {**counted, **own, "seconds": self._seconds}.items()}
+        own = {name: float(self._episode.counts[f"user/{name}"]) for name in ("turns", "calls")}
+        with suppress(TypeError):  # the chain ended as user_error
+            own = self._counted() | own
+        return {f"user/{name}": number for name, number in {**own, "seconds": self._seconds}.items()}
+
+    def _counted(self) -> dict[str, float]:
+        return EnvironmentReward.parse({**self._metrics, "reward": 0.0}, self._name).metrics
 
     async def speak(self, said: str | None) -> tuple[list[Message], bool]:
         episode, began = self._episode, time.monotonic()
+        reply = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((said, reply))
         with episode.timeline.measure(Activity.USER, episode.trajectory.turns):
-            found = await self._step(said)
+            await asyncio.wait([reply], timeout=UserConfig.seconds)
         self._seconds += time.monotonic() - began
-        if wrong := [name for name, value in self._metrics.items() if not is_finite_number(value)]:
-            raise UserError(f"{self._config.name} set the metric {wrong[0]!r} to {self._metrics[wrong[0]]!r:.100}")
+        if not reply.done():
+            raise UserError(f"{self._name} took longer than {UserConfig.seconds:g} s")
+        found = reply.result()
+        try:
+            self._counted()
+        except TypeError as error:
+            raise UserError(str(error)) from error
         text, over = (found.value, True) if isinstance(found, Finish) else (found, False)
+        if over and said is None:
+            raise UserError(f"{self._name} ended the conversation before it began")
         if text is None and (over or said is None):
             return [], over
         if not isinstance(text, str) or not text.strip() or len(text) > MOST_CHARACTERS:
-            raise UserError(
-                f"{self._config.name} yielded {text!r:.200}, not a text of 1 to {MOST_CHARACTERS:,} characters"
-            )
+            raise UserError(f"{self._name} yielded {text!r:.200}, not a text of 1 to {MOST_CHARACTERS:,} characters")
         if said is None and episode.trajectory.messages and episode.trajectory.messages[-1]["role"] == "user":
             problem = "begins, but the row or the environment has a user's message already"
-            raise UserError(f"{self._config.name} {problem}; begin the script with `said = yield`, or leave that out")
+            raise UserError(f"{self._name} {problem}; begin the script with `said = yield`, or leave that out")
         episode.counts["user/turns"] += 1
         # a lone surrogate can be neither encoded nor saved
         return [{"role": "user", "content": text.encode("utf-8", "replace").decode(), SPEAKER: "simulated"}], over
 
+    async def _drive(self) -> None:
+        """Run the script in one task, which the chain can leave behind: a script may ignore that it is cancelled."""
+        try:
+            while True:
+                said, reply = await self._asked.get()
+                try:
+                    reply.set_result(await self._step(said))
+                except Exception as error:
+                    reply.set_exception(error)
+        finally:
+            await (run_on_loop(self._script.aclose()) if self._is_async else run_in_thread(self._script.close))
+
     async def _step(self, said: str | None) -> Any:
         """Run the script until it yields; its end becomes a Finish."""
-        name, seconds = self._config.name, self._config.seconds
         try:
-            async with asyncio.timeout(seconds) as timer:
-                if self._is_async:
-                    return await run_on_loop(self._script.asend(said))
-                return await run_in_thread(partial(_send, self._script, said))
+            if self._is_async:
+                return await run_on_loop(self._script.asend(said))
+            return await run_in_thread(partial(_send, self._script, said))
         except StopAsyncIteration:
             return Finish(None)
         except (UserError, ToolInfrastructureError, ServerUnreachableError):
             raise
-        except Exception as error:  # boundary: user code
-            if timer.expired():
-                raise UserError(f"{name} took longer than {seconds:g} s") from None
-            raise UserError(f"{name} raised {type(error).__name__}: {error}") from error
+        except (Exception, GeneratorExit) as error:  # boundary: user code
+            raise UserError(f"{self._name} raised {type(error).__name__}: {error}") from error
 
-    async def leave(self) -> None:
-        close = self._script.aclose() if self._is_async else run_in_thread(self._script.close)
-        try:
-            async with asyncio.timeout(self._config.seconds):
-                await close
-        except Exception:  # boundary: user code. A generator that still runs in a thread cannot be closed
-            return
+    async def aclose(self) -> None:
+        self._driver.cancel()
+        await asyncio.wait([self._driver], timeout=CLOSE_SECONDS)
+        if not self._driver.cancelled():
+            problem = repr(self._driver.exception()) if self._driver.done() else f"not within {CLOSE_SECONDS:g} s"
+            notify(logger, f"close of {self._name}", f"{self._name} could not be closed: {problem}")
 
 
 def _send(script: Any, said: str | None) -> Any:

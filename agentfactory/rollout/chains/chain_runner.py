@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self
 
 from agentfactory.base.errors import SettingError
@@ -158,9 +159,7 @@ class Runner(ABC):
         client: InferenceClient | None = None,
         users: Users | None = None,
     ):
-        if users is not None:
-            users.tools = toolset.give_to_user(users.tool_names)
-        self.users = users
+        self.users, self.user_tools = users, toolset.give_to_user(recipe.rollout.user_tools)
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         self.task_images = TaskImages(recipe, images)
         specs = self.task_images.describe(toolset.specs)
@@ -177,8 +176,7 @@ class Runner(ABC):
 
     def begin_user(self, episode: Episode) -> BeginUser | None:
         """Return the function that begins the chain's simulated user; None without one."""
-        users = self.users
-        return None if users is None else lambda session: users.begin(episode, session, self)
+        return None if self.users is None else partial(self.users.begin, episode, self)
 
     def begun(self, episode: Episode) -> AbstractAsyncContextManager[None]:
         """Return a context manager that waits until the chain may start, which starts its time limit, and holds the

@@ -233,7 +233,7 @@ def _answer(text: str) -> ChatAnswer:
 
 
 def _count(tokens: Any) -> int | None:
-    if tokens is not None and type(tokens) is not int:
+    if tokens is not None and (type(tokens) is not int or not 0 <= tokens < 1 << 40):
         raise TypeError(f"a token count in usage is {tokens!r}")
     return tokens
 

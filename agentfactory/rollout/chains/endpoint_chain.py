@@ -78,7 +78,7 @@ def read_answer(
         found = parser.parse(rest if stop is None else rest[: stop[0]], specs)
         calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
         return Parsed(said, [] if found.error else calls, found.error, found.answer)
-    made = []
+    made, taken = [], {*taken}
     for number, raw in enumerate(message.get("tool_calls") or []):
         try:
             name, arguments = _call(raw)
@@ -90,7 +90,7 @@ def read_answer(
         given = raw.get("id")
         usable = isinstance(given, str) and given and given not in taken
         identity = given if usable else f"call_{first_call + number}"
-        taken = taken | {identity}
+        taken.add(identity)
         made.append(ToolCall(identity, name, arguments))
     return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
 

@@ -26,6 +26,7 @@ async def describe_first_prompt(
     rollout = recipe.rollout
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
     async with open_toolset(recipe, base) as toolset:
+        toolset.give_to_user(rollout.user_tools)
         renderer = load_renderer(
             recipe.model,
             rollout.parser,

@@ -1,11 +1,11 @@
 """`rollout.user`: who speaks between the agent's turns."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentfactory.base.messages import Message, ToolSpec
+from agentfactory.base.messages import Message
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.config import UserConfig
@@ -27,29 +27,25 @@ class User(Protocol):
         """Return the user's messages, at most one, after the agent's words (None: the chain begins), and whether the
         conversation is over. Raise UserError."""
 
-    async def leave(self) -> None:
+    async def aclose(self) -> None:
         """End the user's part."""
 
 
 class Users(Protocol):
     """The users of all chains of a recipe."""
 
-    tool_names: list[str]
-    tools: list[ToolSpec]
-    """The tools called `tool_names`, which the agent does not get."""
-
     def takes(self, field: str) -> bool: ...
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """Raise SettingError if the user cannot play a row of `section`."""
 
-    def begin(self, episode: Episode, session: ToolSession, runner: Any) -> User:
+    def begin(self, episode: Episode, runner: Any, session: ToolSession) -> User:
         """Begin the part of a chain of `runner`, a Runner."""
 
 
 BeginUser = Callable[[ToolSession], User]
 
 
-def open_users(config: UserConfig | None, base: Path) -> AbstractAsyncContextManager[Any]:
-    """Open the Users of `rollout.user`; None without one. Raise SettingError if they cannot be used."""
+def open_users(config: UserConfig | None, base: Path) -> Any:
+    """Open the Users of `rollout.user`, or None, as a context manager. Raise SettingError if they cannot be used."""
     return nullcontext() if config is None else load_named("agentfactory.people.users.scripts:Scripts")(config, base)

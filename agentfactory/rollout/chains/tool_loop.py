@@ -1,5 +1,6 @@
 """The tool loop: sample a turn, run its tool calls, append their results, until the chain ends."""
 
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,16 +61,11 @@ class ToolLoop:
         if session.opening:
             first = episode.limits.settle_message({"role": "user", "content": session.opening})
             messages += await setup.images.take_messages([first])
-        if self._begin_user is None:
+        self.user = None if self._begin_user is None else self._begin_user(session)
+        async with nullcontext() if self.user is None else aclosing(self.user):
+            messages += [] if self.user is None else (await self.user.speak(None))[0]
             self.turns.begin(list(messages))
             return await self.act(session)
-        self.user = self._begin_user(session)
-        try:
-            messages += (await self.user.speak(None))[0]
-            self.turns.begin(list(messages))
-            return await self.act(session)
-        finally:
-            await self.user.leave()
 
     async def act(self, session: ToolSession) -> StopReason:
         """Take turns, starting from the last messages, until the chain ends, and return the reason."""

@@ -208,6 +208,12 @@ class ChainConfig(Section):
     def _name_alone(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
 
+    @property
+    def user_tools(self) -> list[str]:
+        """The tools that the simulated user has, and the agent does not."""
+        given = [] if self.user is None else self.user.options.get("tools", [])
+        return given if isinstance(given, list) else [given]
+
     @field_serializer("agent", mode="wrap")
     def _as_name(self, agent: AgentConfig | None, plain: SerializerFunctionWrapHandler) -> Any:
         # the short form, which users write and which older runs contain

@@ -109,6 +109,8 @@ class Connection:
                 raise LostError((late or repr(error)) + through(self._proxy)) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
+            if response.status != 200 and (key := sent.get("Authorization", "").removeprefix("Bearer ")):
+                text = text.replace(key, "(the key)")
             if response.status != 401 or not (with_key and known):
                 return response.status, text, response.headers
             known = False  # a restarted server has another key

@@ -102,7 +102,7 @@ class Toolset:
     def give_to_user(self, names: Sequence[str]) -> list[ToolSpec]:
         """Take tools from the agent, and return them, for the simulated user. Raise SettingError for unknown names."""
         for number, name in enumerate(names):
-            if name not in self._routes:
+            if name not in [*self._routes]:
                 fix = f"use some of {', '.join(self._routes) or 'none'}"
                 raise SettingError(f"rollout.user.options.tools.{number}", f"there is no tool {name!r}", fix)
             self._of_user[name] = self._routes.pop(name)
