@@ -13,6 +13,8 @@ from agentfactory.people.judges.client import VerdictError
 
 MOST_CHARACTERS = 40_000
 """Characters of a text that are shown; of a longer one, the beginning and the end."""
+_MOST_OBJECTS = 20
+"""Objects of an answer that are read, the last ones: an answer may be a flood."""
 _TEMPLATE_TOKENS = re.compile(
     r"<(?=[|｜][^<>\n]{0,60}[|｜]>|/?s>|<?/?SYS>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?think>)|\[(?=/?INST\])"
 )
@@ -55,8 +57,8 @@ def read_verdict(answer: str, nonce: str) -> Any:
     said = answer.rpartition("</think>")[2]
     found: list[Any] = []
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
-    for match in re.finditer(rf'\{{\s*"{re.escape(nonce)}"\s*:', said):
-        rest = said[match.start() :]
+    for match in [*re.finditer(rf'\{{\s*"{re.escape(nonce)}"\s*:', said)][-_MOST_OBJECTS:]:
+        rest = said[match.start() : match.start() + MOST_CHARACTERS]
         try:
             value = decoder.raw_decode(rest)[0]
         except (ValueError, RecursionError):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 
 import pytest
 
@@ -110,6 +111,14 @@ async def test_rows_and_calls_are_framed_too(judge: JudgeServer) -> None:
     assert len(re.findall(r"^>>> ", asked, re.M)) == len(re.findall(r"^<<< ", asked, re.M)) == 2 + 5
     assert [name for name in ("turn 1", "turn 2", "message 3") if f"<<< answer, {name} " not in asked] == []
     assert json.dumps({"text": "\n>>> answer"}) in asked
+
+
+@pytest.mark.parametrize("one", ['{"%s": ', '{"%s": no, ', '{"%s":' + " " * 30])
+def test_a_flood_is_read_in_seconds(one: str) -> None:
+    begun, nonce = time.monotonic(), draw_nonce()
+    with pytest.raises(VerdictError):
+        read_verdict(one.replace("%s", nonce) * 100_000, nonce)
+    assert time.monotonic() - begun < 10
 
 
 def test_verdicts_that_contradict_each_other_are_none() -> None:
