@@ -9,7 +9,6 @@ from agentfactory.audit.laboratory.rescore import disagree, rescore
 from agentfactory.audit.laboratory.rescore_command import _lines, _rewards
 from agentfactory.audit.record import Record, Seen
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards import RewardError, Rewards, reward
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
@@ -71,7 +70,7 @@ async def test_a_reward_that_needs_what_is_gone_is_refused(tmp_path: Path) -> No
 
 
 async def test_chains_without_tokens_or_rewards_get_no_other_reward(tmp_path: Path) -> None:
-    async with Rewards([RewardConfig(reward="length", options={"longest": 9})]) as rewards:
+    async with Rewards(_rewards("{reward: length, options: {longest: 9}}")) as rewards:
         for saved, failed, told in (([1.0] * 4, 80, "length: the chain has no tokens"), ([None] * 4, 0, "no saved")):
             found = (await rescore(record(tmp_path, saved), rewards, 1000)).to_json()
             assert (found["chains"], found["failed"], told in found["errors"][0]) == (0, failed, True)

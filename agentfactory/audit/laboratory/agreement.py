@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -96,6 +97,8 @@ async def agreement(
     pairs = isinstance(judge, Pairwise)
     ours = [one for one in labelled if one.is_pair is pairs]
     worst, best = scale = (0.0, 1.0) if pairs else tuple(given or scale_of(judge))
+    if not 0 < abs(best - worst) < inf:
+        raise SettingError("--scale", f"got {worst:g} {best:g}", "write two numbers that differ")
     for one in ours:
         if not min(scale) <= one.label <= max(scale):
             problem = f"{one.place} has the label {one.label:g}, and {spec.label} ({spec.name}) goes from {worst:g} to "

@@ -42,8 +42,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     ]
     judges = {str(spec.function): spec for spec in specs if isinstance(spec.function, Asking)}
     if not judges:
-        fix = "add judge, rubric or pairwise (docs/judges.md)"
-        raise SettingError("rewards", f"{options.recipe} has no judge", fix)
+        raise SettingError("rewards", f"{options.recipe} has no judge", "add judge, rubric or pairwise: docs/judges.md")
     labelled = read_labels(options.labels)
     reports = [run_interruptibly(agreement(spec, labelled, options.scale)) for spec in judges.values()]
     if not any(found["texts"] for found in reports):

@@ -94,8 +94,7 @@ def _lines(found: Mapping[str, Any], folder: Path, status: int) -> Iterator[str]
     yield f"    within groups: {shown(found['within_groups'])}"
     pairs = f"{found['flipped_pairs']:,} of the {found['pairs']:,} pairs that both order"
     yield f"groups in which the order of two chains flips: {found['flipped']:,} of {found['groups']:,} ({pairs})"
-    for flip in found["most_flipped"]:
-        yield printable(f"    group {flip['group']}: {flip['pairs']} of {flip['of']} pairs")
+    yield from (printable("    group {group}: {pairs} of {of} pairs".format(**flip)) for flip in found["most_flipped"])
     if found["differ_most"]:
         yield f"chains that differ most (open them: agentfactory view {folder}):"
     for one in found["differ_most"]:

@@ -54,12 +54,11 @@ class Store:
                 raise _unusable(self._path, error) from error
 
     def find(self, key: str) -> tuple[str, str] | None:
-        """Return the nonce and the text of a kept answer."""
+        """Return the nonce and the text of a kept answer, unless it is damaged."""
+        texts = "typeof(nonce) = 'text' AND typeof(answer) = 'text' AND length(answer) <= ?"
         with self._transaction() as base:
-            found: tuple[str, str] | None = base.execute(
-                "SELECT nonce, answer FROM answers WHERE key = ?", (key,)
-            ).fetchone()
-        return found
+            found = base.execute(f"SELECT nonce, answer FROM answers WHERE key = ? AND {texts}", (key, MOST_CHARACTERS))
+            return next(found, None)
 
     def keep(self, key: str, nonce: str, answer: str) -> None:
         if self._path is None or len(answer) > MOST_CHARACTERS:

@@ -58,8 +58,7 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
     [
         ("I like it", "no number that matches"),
         ("Score: 11", "the judge gave 11, which is not between 0 and 10"),
-        (401, "no verdict from .*status 401: not now"),
-        (401, ".*fix: options.api_key_env must name the variable"),
+        (401, "no verdict from .*status 401: not now; .*fix: options.api_key_env must name the variable"),
         (500, "no verdict from .*status 500"),
         ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
         ({"choices": [{"message": {"content": None}}]}, "no verdict from .*not a chat completion"),

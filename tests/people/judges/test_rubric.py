@@ -154,6 +154,8 @@ async def test_equal_requests_are_sent_once(judge: JudgeServer, tmp_path: Path) 
     assert len(judge.requests) == 2
     # a resumed run, with the judge gone
     judge.answer = lambda prompt: 500
+    with sqlite3.connect(options["cache"]) as base:
+        base.execute("UPDATE answers SET nonce = NULL WHERE id = 1")
     again = await rate("b", **options)
     assert (again.reward, again.metrics["rubric/cached"], len(judge.requests)) == (1.0, 1.0, 2)
     async with load("rubric", **{**options, "model": "n", "retries": 0}) as rewards:
@@ -163,7 +165,9 @@ async def test_equal_requests_are_sent_once(judge: JudgeServer, tmp_path: Path) 
     for changed in ({"criteria": ["Is it?"]}, {"model": "n"}, {"parameters": {"temperature": 1.0}}):
         with pytest.raises(RewardError, match="status 500"):
             await rate("b", **{**options, "retries": 0, **changed})
-    assert len(judge.requests) == 2 + 1 + 3
+    with pytest.raises(RewardError, match="status 500"):  # a damaged answer
+        await rate("a", **{**options, "retries": 0})
+    assert len(judge.requests) == 2 + 1 + 3 + 1
 
 
 async def test_two_processes_share_the_cache_which_is_bounded(
@@ -202,8 +206,7 @@ async def test_a_budget_that_is_used_up_is_an_error(judge: JudgeServer, tmp_path
     judge.answer = lambda prompt: verdict_of(prompt, "yes", 5, "no")
     with pytest.raises(RewardError, match="reports no usage, so that max_cost cannot be kept; set max_calls instead"):
         await rate(url=judge.url, **prices)
-    endless = {"usage": {"prompt_tokens": 10**400, "completion_tokens": 1}}
-    judge.answer = lambda prompt: {**paid(lambda prompt: verdict_of(prompt, "yes", 5, "no"))(prompt), **endless}
+    judge.answer = lambda prompt: {"usage": {"prompt_tokens": 10**400, "completion_tokens": 1}}
     with pytest.raises(RewardError, match=r"no verdict from .*: int too large"):
         await rate(url=judge.url, **prices, retries=0)
 
