@@ -79,7 +79,6 @@ async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer:
         ({"url": "http://me:secret@host/v1"}, "url", "which errors would save; name a key by api_key_env"),
         ({"prompt": "{0}"}, "prompt", "not the name of a field; double literal braces"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
-        ({"best": 0}, "", "best and worst are 0 and 0; write two numbers"),
         ({"best": float("inf")}, "", "best and worst are inf and 0; write two numbers"),
         ({"images": True}, "", r"images are sent in \{conversation\}, which the prompt lacks"),
     ],
