@@ -18,7 +18,7 @@ from agentfactory.base.errors import is_interruption
 from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
-from agentfactory.base.run_notices import heard
+from agentfactory.base.run_notices import Notices, heard
 from agentfactory.base.user_code.entry_points import SERVICES, load_named, registered
 from agentfactory.commands.options import answer_completion, completion_script, parse
 
@@ -209,7 +209,6 @@ def _run(options: argparse.Namespace) -> int | None:
 
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
-    from agentfactory.base.run_notices import Notices
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.placement import place
     from agentfactory.launching.progress import tell_information
@@ -281,15 +280,14 @@ def _doctor(options: argparse.Namespace) -> int:
         return OK if run(options.recipe, options.overrides, say, coordinates=options.coordinates, look=look) else FAILED
 
 
-def _run_module(options: argparse.Namespace) -> int | None:
+def _run_module(options: argparse.Namespace) -> int:
     from agentfactory.launching.progress import tell_information
 
     module = _MODULES.get(options.command)
-    run = options.run if module is None else importlib.import_module(f"agentfactory.{module}").run
+    home = options if module is None else importlib.import_module(f"agentfactory.{module}")
     try:
-        with tell_information(partial(print, file=sys.stderr)):
-            status: int | None = run(options, _say)
-        return status
+        with tell_information(partial(print, file=sys.stderr), Notices() if hasattr(options, "warns") else None):
+            return int(home.run(options, _say) or OK)
     except KeyboardInterrupt as error:
         if hasattr(options, "goes_on"):
             error.add_note(options.goes_on)

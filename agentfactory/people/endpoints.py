@@ -9,6 +9,8 @@ from pydantic import AfterValidator
 def _is_address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError("not an address; start it with http:// or https://")
+    if "@" in url or "?" in url:
+        raise ValueError("it has a user or a query, which errors would save; name a key by api_key_env")
     return url.rstrip("/")
 
 

@@ -193,6 +193,14 @@ def test_each_fault_of_a_group_is_found_with_its_place(run: Path, stage: Path) -
     assert found(report, "metrics", "report another reward").evidence[0].file == "metrics.jsonl"
 
 
+def test_rewards_of_tokens_are_the_same_when_played_again(run: Path, stage: Path) -> None:
+    recipe = stage / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("rewards: []", "rewards: [{reward: length, options: {longest: 1}}]"))
+    rewrite(stage, lambda groups: [setattr(chain, "reward", -1.0) for chain in chains_of(groups)] and None)
+    again = [one for one in audited(run).findings if one.topic == "chains played again"]
+    assert [place for one in again for place in one.evidence if "/eval/" not in place.file] == []
+
+
 def test_calls_that_are_text_of_the_messages_are_calls(run: Path, stage: Path) -> None:
     def plant(groups: list[Group]) -> None:
         for chain in chains_of(groups):

@@ -1,6 +1,6 @@
 """`agentfactory rescore`: a reward that is wrong on purpose is found."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 TEXTS = ["4", "4, I am very sure of it", "5", "5, and no doubt about it"]
 
 
-def record(tmp_path: Path, rewards: list[float], groups: int = 20) -> Record:
+def record(tmp_path: Path, rewards: Sequence[float | None], groups: int = 20) -> Record:
     """A run whose chains say TEXTS, with these saved rewards."""
 
     def seen() -> Iterator[Seen]:
@@ -58,6 +58,7 @@ async def test_a_reward_that_needs_what_is_gone_is_refused(tmp_path: Path) -> No
     for given, message in (
         ([], "an environment gave"),
         ([reward(lambda environment: 0.0)], "takes the chain's environment"),
+        ([reward(lambda model_view: 0.0)], "takes the chain's model_view"),
         ([reward(lambda gold: 0.0)], "needs 'gold'"),
     ):
         with pytest.raises(SettingError, match=message):
@@ -66,3 +67,10 @@ async def test_a_reward_that_needs_what_is_gone_is_refused(tmp_path: Path) -> No
     assert _rewards("{reward: length, weight: 2, options: {longest: 9}}")[0].weight == 2
     with pytest.raises(SettingError, match="is no reward"):
         _rewards("{prize: 1}")
+
+
+async def test_chains_without_tokens_or_rewards_get_no_other_reward(tmp_path: Path) -> None:
+    async with Rewards(_rewards("{reward: length, options: {longest: 9}}")) as rewards:
+        for saved, failed, told in (([1.0] * 4, 80, "length: the chain has no tokens"), ([None] * 4, 0, "no saved")):
+            found = (await rescore(record(tmp_path, saved), rewards, 1000)).to_json()
+            assert (found["chains"], found["failed"], told in found["errors"][0]) == (0, failed, True)

@@ -16,9 +16,9 @@ from agentfactory.base.findings import Finding, Severity
 from agentfactory.base.http import connections
 from agentfactory.base.processes.devices import Speed
 from agentfactory.base.processes.memory import memory_room
-from agentfactory.commands.main import main
 from agentfactory.commands.doctor import machine_checks as doctor_machine
 from agentfactory.commands.doctor import recipe_checks as doctor_recipe
+from agentfactory.commands.main import main
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template

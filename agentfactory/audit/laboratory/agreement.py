@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from agentfactory.people.judges.exploits import PartialCorrelation, written
 from agentfactory.people.judges.judge import Judge
 from agentfactory.people.judges.pairwise import Pairwise, bias_of
 from agentfactory.people.judges.rubric import Rubric
+from agentfactory.rollout.data.conversations import Findings, clean_messages
 from agentfactory.rollout.data.files import RowFile
 from agentfactory.rollout.rewards.reward_spec import RewardError, RewardSpec
 from agentfactory.rollout.trajectory import Outcome, Trajectory
@@ -56,18 +58,15 @@ def _labelled(place: str, row: Any) -> Labelled:
     prediction, messages = fields.pop("prediction", None), fields.pop("messages", None)
     opening = [{"role": "user", "content": str(row["question"])}] if "question" in row else []
     pair = texts is not None
-    if not pair and isinstance(prediction, str):
-        texts = [prediction]
-    if texts is not None:
-        is_valid = isinstance(texts, list) and len(texts) == 1 + pair and all(isinstance(text, str) for text in texts)
-        said = [[*opening, {"role": "assistant", "content": text}] for text in texts] if is_valid else []
+    texts = texts if pair or prediction is None else [prediction]
+    if texts is None and messages is not None:
+        try:
+            said = [clean_messages(messages, {}, Findings())]
+        except ValueError as error:
+            raise SettingError("LABELS", f"{place}: {error}", "correct it") from None
+    elif isinstance(texts, list) and len(texts) == 1 + pair and all(isinstance(text, str) for text in texts):
+        said = [[*opening, {"role": "assistant", "content": text}] for text in texts]
     else:
-        is_valid = isinstance(messages, list) and all(
-            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-            for one in messages
-        )
-        said = [messages] if is_valid and messages else []
-    if not said:
         raise SettingError("LABELS", f"{place} has no text to judge", fix)
     text = str(given).strip().lower()
     label: Any = _PLACES.get(text) if pair else _WORDS.get(text, given)
@@ -98,6 +97,8 @@ async def agreement(
     pairs = isinstance(judge, Pairwise)
     ours = [one for one in labelled if one.is_pair is pairs]
     worst, best = scale = (0.0, 1.0) if pairs else tuple(given or scale_of(judge))
+    if not 0 < abs(best - worst) < inf:
+        raise SettingError("--scale", f"got {worst:g} {best:g}", "write two numbers that differ")
     for one in ours:
         if not min(scale) <= one.label <= max(scale):
             problem = f"{one.place} has the label {one.label:g}, and {spec.label} ({spec.name}) goes from {worst:g} to "
@@ -110,13 +111,15 @@ async def agreement(
                 judge.check(one.fields)
                 if pairs:
                     return await judge.compare(*one.chains, one.fields)
-                found = spec.parse(await judge(trajectory=one.chains[0], **one.fields), one.chains[0])
-        except (RewardError, ValueError, TimeoutError) as error:
+                found = spec.parse(await spec.ask({"trajectory": one.chains[0]}, one.fields), one.chains[0])
+        except (RewardError, TypeError, ValueError, TimeoutError) as error:
             return RewardError(f"{one.place}: {str(error) or f'it took longer than {spec.limit}'}")
         return worst + (fmean(found.turn_rewards) if found.turn_rewards else found.reward) * (best - worst)
 
-    verdicts = await asyncio.gather(*map(ask, ours))
-    await judge.close()
+    try:
+        verdicts = await asyncio.gather(*map(ask, ours))
+    finally:
+        await judge.close()
     errors = [str(one) for one in verdicts if isinstance(one, RewardError)]
     kept = [(one, verdict) for one, verdict in zip(ours, verdicts, strict=True) if not isinstance(verdict, RewardError)]
     scores = [verdict.result if pairs else verdict for _, verdict in kept]
@@ -136,7 +139,7 @@ async def agreement(
         related = PartialCorrelation()
         lengths = [float(len(written(one.chains[0]))) for one, _ in kept]
         related.add(lengths, [score - label for score, label in zip(scores, labels, strict=True)])
-        found["length_bias"] = related.value
+        found["length_bias"] = related.value if related.freedom else None
     return found | {"requests": judge.sent, "cached": judge.found, "errors": errors[:5]}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.record import REWARDS, Record, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.people.judges.exploits import PartialCorrelation, ranks
 from agentfactory.rollout.images.parts import image_urls
@@ -60,7 +60,7 @@ class Comparison:
             "flipped_pairs": flipped,
             "ordered_pairs": ordered,
             "most_flipped": [{"group": name, "pairs": n, "of": of} for (n, of, _), name in turned[:SHOWN] if n],
-            "differ_most": [vars(one) | {"ranks": rank} for rank, one in _farthest(chains)],
+            "differ_most": [vars(one) | {"ranks": rank} for rank, one in _farthest(chains) if overall.freedom],
             "errors": self.errors,
         }
 
@@ -90,18 +90,17 @@ async def rescore(record: Record, rewards: Rewards, most: int) -> Comparison:
     SettingError if a reward needs what saved chains lack."""
     if rewards.is_empty:
         raise SettingError("--rewards", "an environment gave this run's rewards", "name rewards that score its chains")
-    if gone := next((name for name in ("environment", "workspace") if rewards.takes(name)), None):
+    if gone := next((name for name in ("environment", "model_view", "workspace") if rewards.takes(name)), None):
         raise SettingError("--rewards", f"a reward takes the chain's {gone}, which is gone", "name other rewards")
-    found, number = Comparison(), 0
+    found = Comparison()
     images = ImageStore(record.folder / "images") if rewards.takes("seen_images") else None
-    for seen in record.groups():
-        if seen.held_out:
-            continue
-        number += 1
+    for number, seen in enumerate((seen for seen in record.groups() if not seen.held_out), 1):
         share = min(1.0, most / (record.size * len(seen.group.trajectories) or 1))
         if int(number * share) > int((number - 1) * share):
             rewards.check(seen.group.task)
             await _rescore_group(found, seen, rewards, images)
+    if not found.groups and not found.failed:
+        found.errors = [record.lacks.get(REWARDS, "no saved chain of training has a reward")]
     return found
 
 

@@ -29,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "chains to score, evenly over the run; default: 1000"
     parser.add_argument("--chains", type=int, metavar="N", default=1000, help=about)
     parser.add_argument("--json", action="store_true", help="print JSON, one line per stage and source")
+    parser.set_defaults(warns=True)
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -66,8 +67,6 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def _rewards(text: str) -> "list[RewardConfig]":
     """Return the rewards that an argument names. Raises SettingError."""
-    from pydantic import ValidationError
-
     from agentfactory.recipe.load import load_recipe
     from agentfactory.recipe.schema import stages_of
     from agentfactory.recipe.yaml_text import parse_yaml
@@ -78,7 +77,7 @@ def _rewards(text: str) -> "list[RewardConfig]":
     try:
         parsed = parse_yaml(text) if text.lstrip().startswith("{") else {"reward": text}
         return [RewardConfig.model_validate(parsed)]
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         fix = "write a name, FILE.py:NAME, or {reward: NAME, options: {...}}"
         raise SettingError("--rewards", f"{text!r:.200} is no reward: {error}", fix) from None
 
@@ -95,8 +94,7 @@ def _lines(found: Mapping[str, Any], folder: Path, status: int) -> Iterator[str]
     yield f"    within groups: {shown(found['within_groups'])}"
     pairs = f"{found['flipped_pairs']:,} of the {found['pairs']:,} pairs that both order"
     yield f"groups in which the order of two chains flips: {found['flipped']:,} of {found['groups']:,} ({pairs})"
-    for flip in found["most_flipped"]:
-        yield printable(f"    group {flip['group']}: {flip['pairs']} of {flip['of']} pairs")
+    yield from (printable("    group {group}: {pairs} of {of} pairs".format(**flip)) for flip in found["most_flipped"])
     if found["differ_most"]:
         yield f"chains that differ most (open them: agentfactory view {folder}):"
     for one in found["differ_most"]:

@@ -108,6 +108,7 @@ class ReplayRunner(Runner):
         runner = copy(self)
         runner._saved = saved
         chain, diverged = begin(saved.id), None
+        chain.rows = [*saved.rows]  # for rewards that count tokens
         try:
             await runner.play(chain, task, Sampling("", 0.0, seed=saved.id), frozenset({saved.outcome}))
         except DivergedError as error:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _NO_CREDIT = "insufficient_quota"
 """Error code of OpenAI's status 429 for an account without credit, which retrying cannot fix."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_ASKED = 0.5, 30.0, 600.0
 _ANSWER_BYTES = 1 << 22
 Verdict = TypeVar("Verdict")
 
@@ -41,12 +41,10 @@ class VerdictError(RewardError):
     """An answer of a judge in which there is no valid verdict."""
 
 
-class _Flight:
+class _Flight(asyncio.Lock):
     """A request that is under way, for others that are equal."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.failure: RewardError | None = None
+    failure: RewardError | None = None
 
 
 @dataclass(config=OPTIONS, kw_only=True)
@@ -69,14 +67,12 @@ class Asking(Endpoint):
     concurrency: Annotated[int, Field(gt=0)] = 16
     """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 6
-    """Retries after recoverable failures (no connection, 408, 429, 5xx, a response that is not a completion): half a
-    minute in all, unless the server asks for longer pauses."""
+    """Retries after recoverable failures: half a minute in all, unless the server asks for longer pauses."""
     cache: Path | None = None
     """File of a database that keeps answers, found again by their requests. Its folder must exist."""
     max_calls: Annotated[int, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
-    """Budget in requests, and in money. It counts in `cache`, for all processes and resumed runs; without `cache`, in
-    this process. The request that exceeds `max_cost` is still answered."""
+    """Budget in requests, and in money, of all processes that share `cache`; without it, of each process."""
 
     @model_validator(mode="after")
     def _has_prices(self) -> "Asking":
@@ -87,7 +83,6 @@ class Asking(Endpoint):
     def __post_init__(self) -> None:
         proxy_for(self.url)  # its errors are told before the run
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connections: dict[str, Connection] = {}
         self._store: Store | None = None
         self.sent = self.found = 0
         """Requests that were sent, and answers that the cache had."""
@@ -110,8 +105,8 @@ class Asking(Endpoint):
         key = hashlib.sha256((content.replace(nonce, "nonce") if nonce else content).encode()).hexdigest()
         # equal requests wait for the first one, and share its answer or its failure
         flight = self._flights.setdefault(key, _Flight()) if self.cache is not None else _Flight()
-        waits = flight.lock.locked()
-        async with flight.lock:
+        waits = flight.locked()
+        async with flight:
             if waits and flight.failure is not None:
                 raise flight.failure
             if (kept := await run_in_thread(partial(store.find, key))) is not None:
@@ -141,12 +136,12 @@ class Asking(Endpoint):
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
             self._flights: WeakValueDictionary[str, _Flight] = WeakValueDictionary()
-            self._connections = {}
+            self._connections: dict[str, Connection] = {}
 
     async def _connection(self, judge: Endpoint) -> Connection:
         place = f"{judge.api_key_env} {judge.url}"
         if place not in self._connections:
-            self._connections[place] = Connection(judge.api_key_env, proxy_for(judge.url))
+            self._connections[place] = Connection(judge.api_key_env, proxy_for(judge.url), "options")
             await self._connections[place].__aenter__()
         return self._connections[place]
 
@@ -158,6 +153,7 @@ class Asking(Endpoint):
         problem, asked = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
+                notify(logger, f"judge {address}", f"requests to the judge {address} are sent again: {problem}")
                 await asyncio.sleep(asked + min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             try:
                 async with self._places:
@@ -170,11 +166,14 @@ class Asking(Endpoint):
                     if (cost := self._cost(judge, answer)) > 0:
                         await run_in_thread(partial(store.pay, self._payer, cost))
                     return _content(answer)
-                problem = f"status {status}: {text[:300]}{through(proxy_for(judge.url))}"
                 asked = seconds_asked(headers.get("Retry-After", ""))
-                if status not in _HEALS or _NO_CREDIT in text:
+                wait = f", asks for {asked:.3g} s" if asked else ""
+                problem = f"status {status}{wait}: {text[:300]}{through(proxy_for(judge.url))}"
+                if status == 401:
+                    problem += f"; {connection.lacking_key(judge.url)}"
+                if status not in _HEALS or _NO_CREDIT in text or asked > _LONGEST_ASKED:
                     break
-            except (LostError, ValueError, RecursionError) as error:
+            except (LostError, ValueError, OverflowError, RecursionError) as error:
                 problem, asked = str(error), 0.0
         raise RewardError(f"no verdict from {address}: {problem}")
 
@@ -206,10 +205,7 @@ class Asking(Endpoint):
 
 
 def _content(answer: Any) -> str:
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        content = None
-    if not isinstance(content, str):
-        raise ValueError(f"not a chat completion with a text: {str(answer)[:300]}")
-    return content
+    with suppress(LookupError, TypeError):
+        if isinstance(content := answer["choices"][0]["message"]["content"], str):
+            return content
+    raise ValueError(f"not a chat completion with a text: {str(answer)[:300]}")

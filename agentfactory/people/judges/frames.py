@@ -13,6 +13,7 @@ from agentfactory.people.judges.client import VerdictError
 
 MOST_CHARACTERS = 40_000
 """Characters of a text that are shown; of a longer one, the beginning and the end."""
+_MOST_OBJECTS = 20  # that are read, the last ones of an answer, which may be a flood
 _TEMPLATE_TOKENS = re.compile(
     r"<(?=[|｜][^<>\n]{0,60}[|｜]>|/?s>|<?/?SYS>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?think>)|\[(?=/?INST\])"
 )
@@ -32,8 +33,7 @@ def frame(name: str, text: str, nonce: str) -> str:
     """Return `text` in a frame of its own."""
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2
-        left_out = f"[{len(text) - 2 * half:,} characters are left out here]"
-        text = f"{text[:half]}\n{left_out}\n{text[-half:]}"
+        text = f"{text[:half]}\n[{len(text) - 2 * half:,} characters are left out here]\n{text[-half:]}"
     # splitlines knows every kind of line's end
     lines = (f"| {_visible(line)}" for line in text.splitlines() or [""])
     return "\n".join([f"<<< {name} {nonce}", *lines, f">>> {name} {nonce}"])
@@ -55,8 +55,8 @@ def read_verdict(answer: str, nonce: str) -> Any:
     said = answer.rpartition("</think>")[2]
     found: list[Any] = []
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
-    for match in re.finditer(rf'\{{\s*"{re.escape(nonce)}"\s*:', said):
-        rest = said[match.start() :]
+    for match in [*re.finditer(rf'\{{\s*"{re.escape(nonce)}"\s*:', said)][-_MOST_OBJECTS:]:
+        rest = said[match.start() : match.start() + MOST_CHARACTERS]
         try:
             value = decoder.raw_decode(rest)[0]
         except (ValueError, RecursionError):

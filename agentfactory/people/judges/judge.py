@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -54,8 +55,8 @@ class Judge(Asking):
 
     @model_validator(mode="after")
     def _can_score(self) -> "Judge":
-        if self.best == self.worst:
-            raise ValueError(f"best and worst are both {self.best:g}; they must differ")
+        if not 0 < abs(self.best - self.worst) < inf:
+            raise ValueError(f"best and worst are {self.best:g} and {self.worst:g}; write two numbers that differ")
         if self.images and "conversation" not in _fields(self.prompt):
             raise ValueError("images are sent in {conversation}, which the prompt lacks; add it")
         return self

@@ -39,26 +39,19 @@ class Pairwise(Panel):
             bouts.append(bout := await self.compare(one, other, row))
             return bout.result
 
-        points, played = [0.0] * len(trajectories), 0
-        if self.tournament == "all":
-            pairs = [*combinations(range(len(trajectories)), 2)]
+        left, points, played = [*range(len(trajectories))], [0.0] * len(trajectories), 0
+        while len(left) > 1:
+            rounds = self.tournament == "knockout"
+            pairs = [*zip(left[::2], left[1::2], strict=False)] if rounds else [*combinations(left, 2)]
+            # the last of an odd number goes on, as if it had won
+            left = left[-1:] if rounds and len(left) % 2 else []
+            for one in left:
+                points[one] += 1.0
             for (one, other), result in zip(pairs, await asyncio.gather(*map(compare, pairs)), strict=True):
                 points[one] += result
                 points[other] += 1.0 - result
-            played = len(trajectories) - 1
-        else:
-            left = [*range(len(trajectories))]
-            while len(left) > 1:
-                pairs = [*zip(left[::2], left[1::2], strict=False)]
-                # the last of an odd number goes on, as if it had won
-                left, bye = [], left[-1:] if len(left) % 2 else []
-                for (one, other), result in zip(pairs, await asyncio.gather(*map(compare, pairs)), strict=True):
-                    points[one] += result
-                    points[other] += 1.0 - result
-                    left.append(one if result >= 0.5 else other)
-                for one in bye:
-                    points[one] += 1.0
-                left, played = left + bye, played + 1
+                left += [one if result >= 0.5 else other] * rounds
+            played += 1 if rounds else len(trajectories) - 1
         figures = bias_of(bouts) | {"cached": fmean(bout.cached for bout in bouts) if bouts else 0.0}
         metrics = self.metrics(figures)
         return [{"reward": one / played if played else 0.5, **metrics} for one in points]

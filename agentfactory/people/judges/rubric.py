@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from math import inf
 from statistics import fmean, median
 from typing import Annotated, Any
 
@@ -34,8 +35,10 @@ class Criterion:
     """Name of its metric; `criterion_N` without it."""
 
     def __post_init__(self) -> None:
-        if self.scale is not None and self.scale[0] == self.scale[1]:
-            raise ValueError(f"both ends of the scale are {self.scale[0]:g}; they must differ")
+        if self.scale is not None and not 0 < abs(self.scale[0] - self.scale[1]) < inf:
+            raise ValueError(
+                f"the scale goes from {self.scale[0]:g} to {self.scale[1]:g}; write two numbers that differ"
+            )
 
     @property
     def form(self) -> str:

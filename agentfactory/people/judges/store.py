@@ -25,11 +25,15 @@ class BudgetError(RewardError):
     """A request that would exceed a judge's budget."""
 
 
+def _unusable(path: Path | None, error: sqlite3.Error) -> RewardError:
+    return RewardError(f"the judges' cache {path} cannot be used: {error}; name another file, or remove it")
+
+
 class Store:
     """The answers and costs in the file `path`; without one, the costs of this process only."""
 
     def __init__(self, path: Path | None) -> None:
-        self._keeps = path is not None
+        self._path = path
         self._lock = threading.Lock()
         try:
             self._base = sqlite3.connect(
@@ -37,7 +41,7 @@ class Store:
             )
             self._base.executescript(_TABLES)
         except sqlite3.Error as error:
-            raise RewardError(f"the cache {path} cannot be used: {error}; name another file, or remove it") from error
+            raise _unusable(path, error) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -47,18 +51,17 @@ class Store:
                 with self._base:
                     yield self._base
             except sqlite3.Error as error:
-                raise RewardError(f"the judges' cache cannot be used: {error}") from error
+                raise _unusable(self._path, error) from error
 
     def find(self, key: str) -> tuple[str, str] | None:
-        """Return the nonce and the text of a kept answer."""
+        """Return the nonce and the text of a kept answer, unless it is damaged."""
+        texts = "typeof(nonce) = 'text' AND typeof(answer) = 'text' AND length(answer) <= ?"
         with self._transaction() as base:
-            found: tuple[str, str] | None = base.execute(
-                "SELECT nonce, answer FROM answers WHERE key = ?", (key,)
-            ).fetchone()
-        return found
+            found = base.execute(f"SELECT nonce, answer FROM answers WHERE key = ? AND {texts}", (key, MOST_CHARACTERS))
+            return next(found, None)
 
     def keep(self, key: str, nonce: str, answer: str) -> None:
-        if not self._keeps or len(answer) > MOST_CHARACTERS:
+        if self._path is None or len(answer) > MOST_CHARACTERS:
             return
         answer = answer.encode("utf-8", "replace").decode()
         with self._transaction() as base:

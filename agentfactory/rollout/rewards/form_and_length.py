@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import text_of
-from agentfactory.rollout.rewards.reward_spec import reward
+from agentfactory.rollout.rewards.reward_spec import RewardError, reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, matches
 from agentfactory.rollout.trajectory import Trajectory
 
@@ -61,6 +61,8 @@ class Length:
         return self
 
     def __call__(self, trajectory: Trajectory) -> float:
+        if trajectory.turns and not trajectory.rows and not self.turns:
+            raise RewardError("the chain has no tokens to count; set turns: true, or name another reward")
         length = trajectory.turns if self.turns else sum(sum(row.mask) for row in trajectory.rows)
         if length > self.longest:
             return -1.0

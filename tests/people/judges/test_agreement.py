@@ -8,6 +8,7 @@ import pytest
 
 from agentfactory.audit.laboratory.agreement import agreement, kappa, lines, read_labels
 from agentfactory.base.errors import SettingError
+from agentfactory.commands.main import main
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards.reward_spec import load_reward
 from tests.people.judges.conftest import JudgeServer, verdict_of
@@ -36,7 +37,9 @@ async def test_a_judge_of_length_is_told(judge: JudgeServer, tmp_path: Path) -> 
     judge.answer = by_length
     criteria = [{"text": "How good is it?", "scale": [1, 5]}]
     rows: list[dict[str, Any]] = [{"question": "q", "prediction": "word " * n, "label": 3} for n in range(10)]
-    rows.append({"messages": [{"role": "assistant", "content": "word word"}], "label": 2})
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "word word"}]
+    rows.append({"messages": [*said, {"role": "assistant", "content": ""}], "label": 2})
     found = await check(tmp_path, "rubric", rows, url=judge.url, criteria=criteria)
     assert (found["texts"], found["failed"], found["agreement"]) == (11, 0, pytest.approx(3 / 11))
     assert found["length_bias"] > 0.9
@@ -45,7 +48,7 @@ async def test_a_judge_of_length_is_told(judge: JudgeServer, tmp_path: Path) -> 
     judge.answer = lambda prompt: verdict_of(prompt, 3) if prompt.count("word") % 2 else "no verdict"
     found = await check(tmp_path, "rubric", rows, url=judge.url, criteria=criteria)
     assert (found["failed"], found["kappa"]) == (6, None)
-    assert "labels.jsonl:1: no verdict in the form" in found["errors"][0]
+    assert "labels.jsonl:1: rubric: no verdict in the form" in found["errors"][0]
 
 
 async def test_a_judge_of_positions_is_told(judge: JudgeServer, tmp_path: Path) -> None:
@@ -61,6 +64,7 @@ async def test_a_judge_of_positions_is_told(judge: JudgeServer, tmp_path: Path) 
     [
         ({"prediction": "a"}, "labels.jsonl:1 has no label"),
         ({"label": 1}, "has no text to judge"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}], "label": 1}, r"1: messages.0.tool_calls: got 5"),
         ({"prediction": "a", "label": "good"}, "has the label 'good'; fix: write a number, yes or no"),
         ({"predictions": ["a", "b"], "label": "c"}, "fix: write first, second or tie"),
         ({"prediction": "a", "label": 4}, "has the label 4, and .* goes from 0 to 1; fix: give the labels"),
@@ -69,3 +73,17 @@ async def test_a_judge_of_positions_is_told(judge: JudgeServer, tmp_path: Path) 
 async def test_labels_that_cannot_be_used(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         await check(tmp_path, "rubric", [row], url="http://127.0.0.1:9", criteria=["Is it right?"])
+
+
+def test_a_recipe_of_rewards_alone_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = f"{tmp_path}/no/judges.sqlite"
+    options = {"url": "http://127.0.0.1:9", "model": "m", "criteria": ["a"], "retries": 0, "cache": cache}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"rewards": [{"reward": "rubric", "options": options}]}))
+    for row, status, told in (
+        ({"predictions": ["a", "b"], "label": "tie"}, 2, "labels.jsonl has no text for the judges of"),
+        ({"prediction": "a", "label": 1}, 1, "judges.sqlite does not exist: no answers are kept"),
+        ({"prediction": "a", "label": 1, "self": 2}, 1, "labels.jsonl:1: rubric raised TypeError"),
+    ):
+        (tmp_path / "labels.jsonl").write_text(json.dumps(row))
+        assert main(["judge", "check", str(tmp_path / "recipe.yaml"), str(tmp_path / "labels.jsonl")]) == status
+        assert told in "".join(capsys.readouterr())

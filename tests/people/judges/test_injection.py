@@ -120,7 +120,7 @@ def test_verdicts_that_contradict_each_other_are_none() -> None:
         f"{yes} or {no}",
         f'{{"{nonce}": {{"1": "yes", "1": "no"}}}}',
         f'{{"{nonce}": ' + "[" * 10**5,
-        "",
+        f'{{"{nonce}": no, ' * 10**5,
         yes[:-2],
     ):
         with pytest.raises(VerdictError):

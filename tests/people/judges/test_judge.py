@@ -58,7 +58,7 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
     [
         ("I like it", "no number that matches"),
         ("Score: 11", "the judge gave 11, which is not between 0 and 10"),
-        (401, "no verdict from .*status 401: not now"),
+        (401, "no verdict from .*status 401: not now; .*fix: options.api_key_env must name the variable"),
         (500, "no verdict from .*status 500"),
         ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
         ({"choices": [{"message": {"content": None}}]}, "no verdict from .*not a chat completion"),
@@ -66,8 +66,9 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
 )
 async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer: Any, message: str) -> None:
     judge.answer = lambda prompt: answer
+    options = {"url": judge.url, "model": "m", "prompt": "{prediction}", "api_key_env": "PATH"}
     with pytest.raises(RewardError, match=f"judge: {message}"):
-        await score("judge", "a", {}, url=judge.url, model="m", prompt="{prediction}", best=10, retries=1)
+        await score("judge", "a", {}, **options, best=10, retries=1)
     assert len(judge.requests) == (1 if isinstance(answer, str) or answer == 401 else 2)
 
 
@@ -75,9 +76,10 @@ async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer:
     ("changed", "option", "message"),
     [
         ({"url": "localhost:8000"}, "url", "not an address; start it with http:// or https://"),
+        ({"url": "http://me:secret@host/v1"}, "url", "which errors would save; name a key by api_key_env"),
         ({"prompt": "{0}"}, "prompt", "not the name of a field; double literal braces"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
-        ({"best": 0}, "", "best and worst are both 0; they must differ"),
+        ({"best": float("inf")}, "", "best and worst are inf and 0; write two numbers"),
         ({"images": True}, "", r"images are sent in \{conversation\}, which the prompt lacks"),
     ],
 )

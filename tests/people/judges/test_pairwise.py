@@ -22,9 +22,7 @@ def prefers(better: Callable[[str, str], str]) -> Callable[[str], str]:
     """A judge that answers by the two last answers that it sees."""
 
     def answer(prompt: str) -> str:
-        shown = [
-            re.findall(rf"<<< {place}, turn 1 \w+\n\| assistant: (.*)", prompt)[-1] for place in ("first", "second")
-        ]
+        shown = (re.findall(rf"<<< {name}, turn 1 .*\n. assistant: (.*)", prompt)[-1] for name in ("first", "second"))
         return verdict_of(prompt, better(*shown))
 
     return answer

@@ -79,7 +79,8 @@ async def test_a_row_can_bring_its_rubric(judge: JudgeServer) -> None:
         ({"truth": 1, "rubric": [{"weight": 1}]}, "cannot use the rubric .*0.text: Field required"),
         ({"truth": 1, "rubric": "[1"}, "it is no JSON"),
         ({"truth": 1, "rubric": [{"text": "a", "weight": -1}]}, "no criterion has a positive weight"),
-        ({"truth": 1, "rubric": [{"text": "a", "scale": [1, 1]}]}, "both ends of the scale are 1"),
+        ({"truth": 1, "rubric": [{"text": "a", "scale": [1, 1]}]}, "scale goes from 1 to 1"),
+        ({"truth": 1, "rubric": '[{"text": "a", "scale": [1, Infinity]}]'}, "scale goes from 1 to inf"),
     ):
         with pytest.raises(SettingError, match=message):
             alone.check(row)
@@ -174,11 +175,17 @@ async def test_two_processes_share_the_cache_which_is_bounded(
     await asyncio.gather(*(rate(str(number), **options) for number in range(10)))
     with sqlite3.connect(tmp_path / "judges.sqlite") as base:
         assert base.execute("SELECT count(*), min(id) FROM answers").fetchone() == (3, 8)
+        base.execute("UPDATE answers SET nonce = NULL")
+    assert (await rate("9", **options)).metrics["rubric/cached"] == 0.0, "a damaged answer"
     (tmp_path / "judges.sqlite").write_text("damaged " * 1000)
     for name in ("-wal", "-shm"):
         (tmp_path / f"judges.sqlite{name}").unlink(missing_ok=True)
     with pytest.raises(RewardError, match="cannot be used: file is not a database; name another file, or remove it"):
         await rate("9", **options)
+    with sqlite3.connect(tmp_path / "older.sqlite") as base:
+        base.execute("CREATE TABLE answers (key TEXT)")
+    with pytest.raises(RewardError, match=r"older.sqlite cannot be used: no such column: .*; name another file, or"):
+        await rate("9", **{**options, "cache": str(tmp_path / "older.sqlite")})
 
 
 async def test_a_budget_that_is_used_up_is_an_error(judge: JudgeServer, tmp_path: Path) -> None:
@@ -197,6 +204,9 @@ async def test_a_budget_that_is_used_up_is_an_error(judge: JudgeServer, tmp_path
     judge.answer = lambda prompt: verdict_of(prompt, "yes", 5, "no")
     with pytest.raises(RewardError, match="reports no usage, so that max_cost cannot be kept; set max_calls instead"):
         await rate(url=judge.url, **prices)
+    judge.answer = lambda prompt: {"usage": {"prompt_tokens": 10**400, "completion_tokens": 1}}
+    with pytest.raises(RewardError, match=r"no verdict from .*: int too large"):
+        await rate(url=judge.url, **prices, retries=0)
 
 
 async def test_a_judge_that_is_down_comes_back_or_costs_typed_outcomes(
@@ -235,7 +245,7 @@ async def test_a_judge_may_ask_to_be_left_alone(judge: JudgeServer, monkeypatch:
         pauses.append(seconds)
 
     monkeypatch.setattr(client.asyncio, "sleep", sleep)
-    answers = iter([web.Response(status=429, headers={"Retry-After": "7"}), None])
+    answers = iter([*(web.Response(status=429, headers={"Retry-After": text}) for text in ("7", "1e9")), None])
 
     async def complete(request: web.Request) -> web.Response:
         return next(answers) or await judge.complete(request)
@@ -244,6 +254,8 @@ async def test_a_judge_may_ask_to_be_left_alone(judge: JudgeServer, monkeypatch:
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", complete)])
     async with TestServer(app) as server:
+        with pytest.raises(RewardError, match=r"status 429, asks for 1e\+09 s: "):
+            await rate(url=str(server.make_url("/v1")))
         assert (await rate(url=str(server.make_url("/v1")))).reward == 1.0
     assert [*filter(None, pauses)] == [7.5]
 
