@@ -56,6 +56,9 @@ def _network_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "model.dtype", "got 'float16': training in it needs loss scaling", fix
     if train.strategy == "single" and train.processes > 1:
         yield "train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process"
+    if train.strategy == "hsdp" and all(train.processes % count for count in range(2, train.processes)):
+        problem = f"got {train.processes} with train.strategy=hsdp: several on each of several machines"
+        yield "train.processes", problem, "use a multiple of a machine's number, such as 16, or strategy fsdp2"
     if train.strategy != "single" and train.processes == 1:
         yield "train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single"
     folder = Path(model.path)

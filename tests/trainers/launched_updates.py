@@ -1,14 +1,15 @@
 """Two updates of a recipe on any number of processes, with a checkpoint in between: see test_meshes.py."""
 
 import random
-from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 from accelerate import Accelerator
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch import distributed as dist
 from transformers import AutoTokenizer
 
 from agentfactory.rollout.token_row import Row, Span
@@ -22,7 +23,25 @@ from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.ranks import whole
 
 STEP = 1
-COLLECTIVES = {"c10d::allreduce_": "all-reduce", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+
+
+@contextmanager
+def counted_collectives() -> Iterator[dict[str, list[int]]]:
+    """Yield the bytes of each call of FSDP2's reductions in this context: the result of one process."""
+    found: dict[str, list[int]] = {"all_reduce": [], "reduce_scatter_single": []}
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            output = named["output"] if "output" in named else arguments[0]
+            found[name].append(output.nbytes)
+            return call(*arguments, **named)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in found:
+            patch.setattr(dist, name, counted(name, getattr(dist, name)))
+        yield found
 
 
 def make_forks(seed: int) -> list[Group]:
@@ -48,8 +67,8 @@ def make_forks(seed: int) -> list[Group]:
 
 
 def update(learner: Learner, recipe: TrainRecipe, seed: int) -> dict[str, Any]:
-    """Return loss, norm, gradients before and after clipping, weights after the step, and the counted collectives of
-    the passes; all tensors whole, in every rank."""
+    """Return loss, norm, gradients before and after clipping, weights after the step, and the reductions of the
+    passes; all tensors whole, in every rank."""
     credit, main = Credit(make_forks(seed), recipe), learner.accelerator.is_main_process
     names = needed_scores(recipe)
     rows = learner.score(credit.rows if main else [], names) if names else credit.rows
@@ -64,10 +83,8 @@ def update(learner: Learner, recipe: TrainRecipe, seed: int) -> dict[str, Any]:
         return {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
 
     def counted_run(*arguments: Any) -> Any:
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with counted_collectives() as found["bytes"]:
             terms = run(*arguments)
-        events = [event for event in seen.events() if event.name in COLLECTIVES]
-        found["collectives"] = Counter(COLLECTIVES[event.name] for event in events)
         found["before"] = gradients()
         return terms
 
@@ -83,7 +100,8 @@ def update(learner: Learner, recipe: TrainRecipe, seed: int) -> dict[str, Any]:
 
 
 def exercise(recipe: TrainRecipe, accelerator: Accelerator, folder: Path) -> list[dict[str, Any]]:
-    """Return what `update` does, twice: before and after a checkpoint; or once from the checkpoint, if there is one."""
+    """Return what `update` does, before and after a checkpoint in the folder that the seed names; if the checkpoint
+    exists, only what it does after it."""
     learner, found = Learner(recipe, accelerator), []
     saved = folder / str(recipe.seed) / f"step-{STEP:06d}"
     if saved.exists():

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -40,6 +41,9 @@ from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTL
 from agentfactory.trainers.processes import check_launch_variables
 
 logger = logging.getLogger(__name__)
+
+# accelerate makes hsdp's mesh so
+warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices
@@ -282,7 +286,7 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
-# ---- decisions and weights of rank 0: under fsdp2 and hsdp only rank 0 loads the weights, and the others get their shards
+# ---- decisions and weights of rank 0: only it loads weights that are sharded, and the others get their shards
 
 Value = TypeVar("Value")
 
