@@ -1,4 +1,4 @@
-"""Launches by accelerate's own launcher: several processes equal one; recipes that do not match its setup are refused."""
+"""Launches by accelerate's own launcher: several processes equal one; recipes unlike its setup are refused."""
 
 import json
 import os
