@@ -77,6 +77,9 @@ def test_any_mesh_equals_one_process(
     ranks = on_ranks(exercise, made, tmp_path, strategy, tmp_path, count=count, machines=machines)
     for rank in ranks:
         assert_same(rank, expected)
+        # copies stay copies, bit by bit
+        for mine, first in zip(rank, ranks[0], strict=True):
+            torch.testing.assert_close(mine[1]["weights"], first[1]["weights"], atol=0, rtol=0)
     for number, (case, units) in enumerate(UNITS.items()):
         for update in ranks[0][number]:
             parts, sizes = update["micro-batches"], update["bytes"]
