@@ -143,18 +143,26 @@ def reserved_port() -> int:
         return listening.getsockname()[1]
 
 
-def start_ranks(program: str, *arguments: str, log: Path, strategy: str, count: int = 2) -> list[Forked]:
-    """Start the ranks of a command on the CPU, with the environment that accelerate's launcher gives each."""
+def start_ranks(
+    program: str, *arguments: str, log: Path, strategy: str, count: int = 2, machines: int = 1
+) -> list[Forked]:
+    """Start the ranks of a command on the CPU, with the environment that accelerate's launchers on `machines` (all
+    of which are this one) give each."""
+    local = count // machines
     given = {
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "127.0.0.1",
         "ACCELERATE_USE_CPU": "true",
     }
     given |= {"MASTER_PORT": str(reserved_port())}
-    given |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
+    given |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy in ("fsdp2", "hsdp") else {}
+    if machines > 1:
+        # otherwise gloo would listen to the network, as it must between machines
+        given["GLOO_SOCKET_IFNAME"] = "lo"
     return [
-        Forked(program, *arguments, log=log, RANK=rank, LOCAL_RANK=rank, **given) for rank in map(str, range(count))
+        Forked(program, *arguments, log=log, RANK=str(rank), LOCAL_RANK=str(rank % local), **given)
+        for rank in range(count)
     ]
 
 

@@ -1,6 +1,7 @@
 """Multi-node training: the SLURM script with all machines simulated on this one by real processes.
 
-Each machine has its own loopback address, and each of the two trainer machines runs one process. NCCL is not tested."""
+Each machine has its own loopback address, and the two trainer machines run one process each, or two. NCCL is not
+tested."""
 
 import json
 import os
@@ -77,8 +78,9 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("strategy", "each"), [("fsdp2", 1), ("hsdp", 2)])
 def test_two_machines_train_against_the_server_of_a_third(
-    cluster: dict[str, str], quickstart_run: Path, warm_start: Path, tmp_path: Path
+    cluster: dict[str, str], quickstart_run: Path, warm_start: Path, tmp_path: Path, strategy: str, each: int
 ) -> None:
     """When SLURM signals the end of the job's time, the step is finished and a checkpoint is written."""
     overrides = [
@@ -89,7 +91,8 @@ def test_two_machines_train_against_the_server_of_a_third(
     ]
     command = ["bash", str(SCRIPT), str(QUICKSTART / "grpo.yaml"), *overrides]
     metrics, logs = tmp_path / "run" / "metrics.jsonl", tmp_path / "run-slurm" / "7"
-    with subprocess.Popen(command, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as batch:
+    machines = {**cluster, "STRATEGY": strategy, "GPUS_PER_NODE": str(each)}
+    with subprocess.Popen(command, env=machines, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as batch:
         deadline = time.monotonic() + 120
         while '"step": 2' not in (metrics.read_text() if metrics.exists() else ""):
             told = "".join(file.read_text() for file in logs.glob("*.log"))
@@ -114,7 +117,7 @@ def test_two_machines_train_against_the_server_of_a_third(
     # the signal came within the last step, or before it: then its weights are left to the next attempt
     assert all(line["sync/bytes"] > 0 for line in steps[:-1])
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert (recipe["train"]["processes"], recipe["train"]["strategy"]) == (2, "fsdp2")
+    assert (recipe["train"]["processes"], recipe["train"]["strategy"]) == (2 * each, strategy)
     assert recipe["server"]["url"] == [f"http://{address}"]
     assert sorted(file.name for file in logs.glob("*.log")) == [
         *("serve_here-0.log", "train_here-0.log", "train_here-1.log")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import Field, ValidationError
 
 from agentfactory.base.config import PositiveInt, Section, leaves
@@ -132,6 +133,22 @@ class Job:
         ports = ("--trainers", str(cluster.trainers), "--port", str(cluster.port))
         own = (*ports, "--server-port", str(cluster.server_port), *options)
         return [cluster.python or "python", "-m", "agentfactory", "machine", *self.arguments, *own]
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes no anchors, and lines as lines."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Plain.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
+)
+
+
+def as_yaml(*documents: Any) -> str:
+    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=1000)
 
 
 def shell(words: Sequence[str]) -> str:

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from agentfactory.cluster.description import Job
+from agentfactory.cluster.description import Job, as_yaml
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _FAILURES = 10  # failed pods per machine, such as of a lost GPU, after which a job fails
@@ -16,17 +14,16 @@ _FAILURES = 10  # failed pods per machine, such as of a lost GPU, after which a 
 
 def files(job: Job) -> dict[str, str]:
     cluster = job.cluster
-    parts = [("trainer", cluster.trainers, "JOB_COMPLETION_INDEX")]
-    parts += [("server", cluster.servers, "JOB_COMPLETION_INDEX")] if cluster.servers else []
+    parts = [("trainer", cluster.trainers), ("server", cluster.servers)][: 2 if cluster.servers else 1]
     manifests = [
         _policy(job),
-        *(made for role, count, _ in parts for made in (_service(job, role), _job(job, role, count))),
+        *(made for role, count in parts for made in (_service(job, role), _job(job, role, count))),
     ]
     dockerfiles = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("trainer.Dockerfile", "server.Dockerfile")}
     secret = (
         f"# needs a Secret, which `agentfactory launch` creates: {_secret_name(job)} with {', '.join(job.secrets)}\n"
     )
-    return {"kubernetes.yaml": secret + yaml.safe_dump_all(manifests, sort_keys=False, width=1000), **dockerfiles}
+    return {"kubernetes.yaml": secret + as_yaml(*manifests), **dockerfiles}
 
 
 def submit(job: Job, folder: Path, keys: dict[str, str]) -> Iterator[tuple[list[str], str | None]]:

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
-from agentfactory.cluster.description import Job, shell
+from agentfactory.cluster.description import Job, as_yaml, shell
 
 
 def files(job: Job) -> dict[str, str]:
@@ -36,7 +34,7 @@ def files(job: Job) -> dict[str, str]:
         **({} if cluster.images else {"setup": "pip install -r requirements.txt"}),
         "run": "\n".join(lines) + "\n",
     }
-    return {"skypilot.yaml": yaml.safe_dump(task, sort_keys=False, width=1000)}
+    return {"skypilot.yaml": as_yaml(task)}
 
 
 def submit(job: Job, folder: Path, keys: dict[str, str]) -> Iterator[tuple[list[str], str | None]]:

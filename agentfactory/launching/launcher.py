@@ -52,6 +52,9 @@ def train(
         for stage in plan.due:
             if stage.refusal is not None:
                 _tell(stage, say)
+            if stage.recipe.train.strategy == "hsdp" and stage.machines.count == 1:
+                problem, fix = "got 'hsdp', and this command trains on one machine", "docs/multi-node.md, or use fsdp2"
+                raise SettingError("train.strategy", problem, fix)
             if stage.server is not None and (taken := address_fault(stage.recipe)) is not None:
                 raise taken
             if (taken := outside_fault(stage.recipe)) is not None:

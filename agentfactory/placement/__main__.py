@@ -30,8 +30,9 @@ from agentfactory.recipe.schema import Recipe
 class Estimates:
     """Estimates of the memory of recipes, cached for the search for a change that fits."""
 
-    def __init__(self, purpose: str):
+    def __init__(self, purpose: str, gpus: int):
         self._purpose = purpose
+        self._gpus = gpus
         self._known: dict[str, Any] = {}
 
     def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
@@ -44,7 +45,7 @@ class Estimates:
             loaded = teacher.model if teacher is not None else None
             graded_by = self._config("teacher.model", loaded)[0] if loaded is not None else None
             key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher else []))
-            trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by))
+            trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by, self._gpus))
             kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
             if recipe.train.batching == "auto" and kinds:
                 notes.append(f"rows are padded: {recipe.model.path} has layers of {', '.join(sorted(kinds))}")
@@ -126,7 +127,8 @@ def main() -> None:
     # libraries may print, which must not reach stdout
     with contextlib.redirect_stdout(sys.stderr):
         asked = json.load(sys.stdin)
-        estimates, machine = Estimates(asked["purpose"]), see_machine(asked["machines"])
+        machine = see_machine(asked["machines"])
+        estimates = Estimates(asked["purpose"], len(machine.gpus))
         recipes = [Recipe.model_validate_json(json.dumps(recipe), strict=True) for recipe in asked["recipes"]]
         answers = [place(recipe, machine, estimates) for recipe in recipes]
     print(json.dumps(answers))

@@ -211,7 +211,7 @@ def _measure(recipe: TrainRecipe, policy: Policy, part: MicroBatch) -> Measure |
 
 def used_dtype(weight: Tensor, recipe: TrainRecipe) -> torch.dtype:
     """Return the dtype of a weight in forward and backward passes; fsdp2 gathers it in the model's dtype."""
-    return getattr(torch, recipe.model.dtype) if recipe.train.strategy == "fsdp2" else weight.dtype
+    return getattr(torch, recipe.model.dtype) if recipe.train.is_sharded else weight.dtype
 
 
 def _materialise(model: nn.Module, recipe: TrainRecipe) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code.import_path import is_installed
-from agentfactory.trainers.config import TrainConfig
 
 CUDA_CONTEXT = 512 * 2**20
 """Bytes of CUDA, torch's loaded kernels and cuBLAS's workspaces in one process. Differs between GPUs and versions."""
@@ -55,10 +54,6 @@ class Machine:
     """True if this Python, which is also the trainer's, has vLLM, whose code the trainer needs for sending by NCCL."""
     peers: int = 1
     """Machines like this one that share the trainer's processes."""
-
-    def processes(self, train: TrainConfig) -> int:
-        """Return the trainer's processes on this machine."""
-        return -(-train.processes // self.peers)
 
 
 def see_machine(peers: int = 1) -> Machine:

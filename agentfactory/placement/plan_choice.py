@@ -8,6 +8,7 @@ from typing import Literal
 from agentfactory.base.errors import SettingError
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.server_memory import ServerMemory
+from agentfactory.placement.trainer_memory import local_processes
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.sync.backends import backend_of
 
@@ -178,9 +179,15 @@ def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
     return tried
 
 
+def _processes(recipe: Recipe, machine: Machine) -> int:
+    """Return the trainer's processes on this machine."""
+    train, gpus = recipe.train, len(machine.gpus)
+    return -(-train.processes // machine.peers) if machine.peers > 1 else local_processes(train, gpus)
+
+
 def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     mode, train, server = recipe.placement.mode, recipe.train, recipe.server
-    for_trainer = machine.processes(train) if need.trainer else 0
+    for_trainer = _processes(recipe, machine) if need.trainer else 0
     for_server = server.devices if need.server else 0
     here, both = len(machine.gpus), bool(for_trainer and for_server)
     if device_of(recipe, machine) == "cpu":
@@ -229,7 +236,7 @@ def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
 
 def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Plan for one memory; offloaded and sleeping parts stay in it, except a sleeping server's cache."""
-    processes = machine.processes(recipe.train)
+    processes = _processes(recipe, machine)
     trainer = processes * sum(need.trainer.values())
     offloaded = processes * sum(size for name, size in need.trainer.items() if name in (*OFFLOADED, "context"))
     parts = _parts(need.server)
@@ -254,7 +261,7 @@ def _separate(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
     for_server = server.devices if need.server else 0
-    own = range(machine.processes(recipe.train) if need.trainer else 0)
+    own = range(_processes(recipe, machine) if need.trainer else 0)
     others = range(count - for_server, count) if need.trainer else range(for_server)
     sums: list[Sum] = []
     devices: list[str] = []

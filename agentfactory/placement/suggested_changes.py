@@ -120,9 +120,9 @@ def _ways(recipe: Recipe) -> list[list[Settings]]:
     backend = {} if recipe.sync.backend == "auto" or backend_of(recipe).adapters else {"sync.backend": "auto"}
     if lora is None:
         ways.append([{"model.lora": {"rank": _RANK}, **backend}])
-    if train.strategy != "fsdp2" and lora is None:
+    if not train.is_sharded and lora is None:
         ways.append([{"model.lora": {"rank": _RANK, "quantization": "nf4"}, **backend}])
-    if train.strategy != "fsdp2" and lora is not None and lora.quantization is None:
+    if not train.is_sharded and lora is not None and lora.quantization is None:
         ways.append([{"model.lora.quantization": "nf4"}])
     if server.engine == "embedded" and started:
         fewest = min(recipe.largest_group, server.max_num_seqs)

@@ -21,11 +21,20 @@ from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
+def local_processes(train: TrainConfig, gpus: int) -> int:
+    """Return the number of trainer processes on this machine, which has `gpus`: all, or under hsdp the largest equal
+    share for several machines that has a GPU each. Without GPUs here, machines with 8 are assumed."""
+    if train.strategy != "hsdp":
+        return train.processes
+    return max(count for count in range(1, (gpus or 8) + 1) if train.processes % count == 0 and count < train.processes)
+
+
 def trainer_memory(
-    recipe: TrainRecipe, config: PreTrainedConfig, device: str, teacher: PreTrainedConfig | None = None
+    recipe: TrainRecipe, config: PreTrainedConfig, device: str, teacher: PreTrainedConfig | None = None, gpus: int = 0
 ) -> dict[str, int]:
     """Return the bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are
-    left out. `config` is that of `model.path`, `teacher` that of `teacher.model`; `device` is cuda or cpu.
+    left out. `config` is that of `model.path`, `teacher` that of `teacher.model`; `device` is cuda or cpu, of which
+    this machine has `gpus`.
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
     `rollout.max_total_tokens`: gradients, the optimizer's state and activations then exist at the same time.
@@ -35,7 +44,8 @@ def trainer_memory(
     optimizer step's memory beyond activations and logits; batch: a step's rows; buckets (ddp): as large as the
     gradients; gathered: fsdp2's unsharded weights; context: overhead of a GPU, or on a CPU libraries.
 
-    fsdp2 divides weights, gradients and the optimizer's state among processes. Liger, compile, flex_attention and
+    fsdp2 divides weights, gradients and the optimizer's state among all processes, hsdp among those of a machine. What
+    a machine adds up before the step's reduction takes the place of its gradients. Liger, compile, flex_attention and
     flash_attention_2 are not modelled: the result is an upper bound. Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
@@ -49,7 +59,7 @@ def trainer_memory(
         "gradients": _bytes(trained),
         "optimizer": optimizer_state(model, train),
     }
-    processes = train.processes if train.strategy == "fsdp2" else 1
+    processes = local_processes(train, gpus) if train.is_sharded else 1
     rows = {name: -(-size // processes) for name, size in shared.items()}
     peak, step = trace(recipe, config, device)
     rows |= {
@@ -68,7 +78,9 @@ def trainer_memory(
         later = max(added, _sent(policy) - rows["gradients"] - _gathered(rest, recipe))
         rows["gathered"] = _gathered(rest, recipe) + max(layers, later - round(peak.total))
     cuda = device == "cuda"
-    rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0) if cuda else LIBRARIES
+    # hsdp: communicators of all processes, of a machine's, and of those with the same shard
+    communicators = 3 if train.strategy == "hsdp" else int(train.processes > 1)
+    rows["context"] = CUDA_CONTEXT + communicators * NCCL_BUFFERS if cuda else LIBRARIES
     return {name: size for name, size in rows.items() if size}
 
 

@@ -56,18 +56,21 @@ def _network_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "model.dtype", "got 'float16': training in it needs loss scaling", fix
     if train.strategy == "single" and train.processes > 1:
         yield "train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process"
+    if train.strategy == "hsdp" and all(train.processes % count for count in range(2, train.processes)):
+        problem = f"got {train.processes} with train.strategy=hsdp: several on each of several machines"
+        yield "train.processes", problem, "use a multiple of a machine's number, such as 16, or strategy fsdp2"
     if train.strategy != "single" and train.processes == 1:
         yield "train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single"
     folder = Path(model.path)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         fix = f"set it to the base that {ADAPTER} names, and model.lora.from={display(folder)} to continue the adapter"
         yield "model.path", f"{display(folder)} holds a LoRA adapter, not a model", fix
-    if train.strategy == "fsdp2":
+    if train.is_sharded:
         if quantization is not None:
-            problem = f"got {quantization!r} with train.strategy=fsdp2"
+            problem = f"got {quantization!r} with train.strategy={train.strategy}"
             yield "model.lora.quantization", problem, "use ddp, or set null"
         if train.optimizer.name not in ("adamw", "sgd"):
-            problem = f"got {train.optimizer.name!r}, which is not exact on weights that train.strategy=fsdp2 shards"
+            problem = f"got {train.optimizer.name!r}, which is not exact on shards (train.strategy={train.strategy})"
             yield "train.optimizer.name", problem, "use adamw or sgd, or strategy ddp"
     if train.precision != "auto" and quantization is not None:
         problem = f"got {train.precision!r} with model.lora.quantization={quantization}, whose weights have 4 bits"
@@ -237,8 +240,9 @@ def _teacher_faults(recipe: Recipe) -> Iterator[Fault]:
         if not has_model:
             fix = "name a folder with a model, such as the checkpoints/step-000050 of a run"
             yield "teacher.model", f"{display(folder)} has no config.json", fix
-    if teacher.is_exact and train.strategy == "fsdp2":
-        problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
+    if teacher.is_exact and train.is_sharded:
+        sharded = f"train.strategy={train.strategy}, which gathers weights for whole passes only"
+        problem = f"got {teacher.divergence!r} with {sharded}"
         yield "teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp"
     if only_teacher and teacher.context != "solution" and rollout.equal_rewards is not EqualRewards.KEEP:
         problem = f"got {rollout.equal_rewards.value!r}, which drops groups although their chains are graded: only the "

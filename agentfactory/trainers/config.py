@@ -316,8 +316,13 @@ class TrainConfig(Section):
     See docs/troubleshooting.md."""
     processes: PositiveInt = 1
     """Number of trainer processes; a launch with another number is refused."""
-    strategy: Literal["single", "ddp", "fsdp2"] = "single"
-    """Distribution of the work over processes; a launch that accelerate set up differently is refused."""
+    strategy: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
+    """Distribution of the work over processes: copies of the weights (ddp), shards (fsdp2), or shards within each
+    machine and copies between several (hsdp). A launch that accelerate set up differently is refused."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.strategy in ("fsdp2", "hsdp")
 
     @property
     def has_critic(self) -> bool:

@@ -211,6 +211,10 @@ def test_gpus_that_are_not_there() -> None:
     assert plan.mode == "separate"
     assert "7 GPUs of 80.0 GiB for the trainer, a GPU of 80.0 GiB for the server" in plan.devices
     assert chosen(many, gpus(*[80] * 8, total=80)).trainer_gpus == tuple(range(7))
+    # of hsdp's 16 processes, this machine has a share
+    across = recipe(train={"processes": 16, "strategy": "hsdp"}, server={"url": "http://elsewhere:8000"})
+    alone = chosen(across, gpus(*[80] * 8, total=80), lambda *asked: replace(estimate()(*asked), server=None))
+    assert alone.devices == "8 GPUs of 24.0 GiB for the trainer"
     with pytest.raises(SettingError, match="needs 7 and the server 1 separate GPUs, but there are 4") as caught:
         choose(many, gpus(*[80] * 4, total=80), estimate())
     assert caught.value.field == "placement.mode"
@@ -350,6 +354,12 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     (project / "model" / "config.json").write_text("{}")
     refused_by_launcher(project, whole, told)
+
+
+@pytest.mark.processes
+def test_hsdp_is_refused_on_one_machine(project: Path) -> None:
+    across = load_and_check(overrides=["train.strategy=hsdp", "train.processes=4"], lacks=[])
+    refused_by_launcher(project, across, "train.strategy: got 'hsdp', and this command trains on one machine")
 
 
 def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:

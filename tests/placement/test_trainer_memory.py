@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from agentfactory.placement.activation_memory import _trace, fullest, trace
+from agentfactory.placement.machine import NCCL_BUFFERS
 from agentfactory.placement.meta_model import meta_model
 from agentfactory.placement.trainer_memory import optimizer_state, trainer_memory
 from agentfactory.trainers.batches.batch import Batch
@@ -175,6 +176,15 @@ def test_a_large_model_on_a_gpu() -> None:
         trainer_memory(make_recipe(dtype="bfloat16", batching="packed", strategy=kind, processes=8), config, "cuda")
         for kind in ("ddp", "fsdp2")
     )
+    # shards of a machine's share, whatever the number of machines; without GPUs here, machines of 8 are planned for
+    hybrid = make_recipe(dtype="bfloat16", batching="packed", strategy="hsdp", processes=24)
+    for gpus, count in ((8, 8), (0, 8), (4, 4), (5, 4), (24, 12)):
+        found = trainer_memory(hybrid, config, "cuda", gpus=gpus)
+        assert found["gradients"] == pytest.approx(rows["gradients"] / count, abs=8)
+        if count == 8:
+            # two more communicators
+            context = shares["context"] + 2 * NCCL_BUFFERS
+            assert {**found, "batch": 0} == {**shares, "batch": 0, "context": context}
     assert several["buckets"] == several["gradients"] == rows["gradients"]
     for row in ("weights", "gradients", "optimizer"):
         assert shares[row] == pytest.approx(rows[row] / 8, abs=8)

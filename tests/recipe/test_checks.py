@@ -18,6 +18,7 @@ GIGPO = "train.advantage.estimator=gigpo"
 TEACHER = "teacher.model=Qwen/Qwen2.5-7B-Instruct"
 URL = "teacher.url=http://127.0.0.1:8100"
 FSDP2 = "train.strategy=fsdp2; train.processes=2"
+HSDP = "train.strategy=hsdp; train.processes"
 NF4 = "model.lora={rank: 8, quantization: nf4}"
 UNCORRECTED = "train.loss.mismatch.correction=none"
 ATTACH = "server.options.attach=http://127.0.0.1:30000"
@@ -75,6 +76,10 @@ $TEACHER; train.algorithm=distill; train.advantage.malformed_turns=like_others -
 $URL; train.algorithm=distill; train.from_trajectories=recipe.yaml -> teacher.url: use teacher.model
 $URL; server.url=http://127.0.0.1:8100/ -> teacher.url: train an adapter
 $TEACHER; teacher.divergence=forward_kl; $FSDP2 -> teacher.divergence: use sampled, or strategy ddp
+$TEACHER; teacher.divergence=forward_kl; $HSDP=4 -> teacher.divergence: hsdp, which gathers weights for whole passes
+$HSDP=4; train.optimizer.name=muon -> train.optimizer.name: not exact on shards
+$HSDP=1 -> train.processes: several on each of several machines
+$HSDP=7 -> train.processes: a multiple of a machine's number, such as 16, or strategy fsdp2
 $TEACHER; teacher.divergence=reverse_kl; train.algorithm=distill; train.loss.policy=gspo -> train.loss.policy: remove it
 train.stop_when=[format, success]; data.shuffle=false ->
     train.stop_when: got 'success', which is not reported with data.shuffle=false

@@ -1,4 +1,4 @@
-"""One function of recipes on two ranks: `on_ranks` in the test runs this module in each rank.
+"""One function of recipes on several ranks: `on_ranks` in the test runs this module in each rank.
 
 Arguments: MODULE:FUNCTION, recipes as a JSON list, a folder for each rank's results, further arguments."""
 
@@ -21,15 +21,21 @@ from tests.forked import start_ranks
 
 
 def on_ranks(
-    function: Callable[..., Any], recipes: Sequence[TrainRecipe], folder: Path, strategy: str, *arguments: Path
+    function: Callable[..., Any],
+    recipes: Sequence[TrainRecipe],
+    folder: Path,
+    strategy: str,
+    *arguments: Path,
+    count: int = 2,
+    machines: int = 1,
 ) -> list[list[Any]]:
     """Return the results of `function(recipe, accelerator, *arguments)` by rank and recipe."""
     told = json.dumps([recipe.model_dump(mode="json", by_alias=True) for recipe in recipes])
     words = (f"{function.__module__}:{function.__name__}", told, str(folder), *map(str, arguments))
     log = folder / "ranks.log"
-    ranks = start_ranks("tests.trainers.ranks", *words, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    return [torch.load(folder / f"rank-{number}.pt", weights_only=False) for number in range(2)]
+    ranks = start_ranks("tests.trainers.ranks", *words, log=log, strategy=strategy, count=count, machines=machines)
+    assert [rank.wait() for rank in ranks] == [0] * count, log.read_text()
+    return [torch.load(folder / f"rank-{number}.pt", weights_only=False) for number in range(count)]
 
 
 def forget(accelerator: Accelerator) -> None:

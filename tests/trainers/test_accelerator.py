@@ -1,10 +1,11 @@
-"""Launches by accelerate's own launcher: two processes equal one; recipes that do not match its setup are refused."""
+"""Launches by accelerate's own launcher: several processes equal one; recipes unlike its setup are refused."""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.processes import _WITHOUT_EFFECT
 from agentfactory.trainers.processes import accelerator as accelerator_module
 from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, check_same_recipe, make_accelerator
-from tests.forked import Forked
+from tests.forked import Forked, reserved_port
 from tests.saved_groups import write_groups
 from tests.trainers.conftest import Make, make_groups, on_cpu
 
@@ -26,10 +27,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
-TWO_PROCESSES = {
-    "ddp": ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"],
-    "fsdp2": ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--num_processes", "2"],
-}
+PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 _FSDP_SETTINGS = accelerator_module._FSDP_SETTINGS
@@ -46,17 +44,30 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool) -> list[str]:
-    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, which succeeds."""
+def launch(strategy: str, arguments: list[str], cpu_by_environment: bool) -> list[str]:
+    """Return the output of `accelerate launch ... SCRIPT ARGUMENTS`, which succeeds. hsdp has two launchers, as if on
+    two machines; the output is that of the first."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
         environment["ACCELERATE_USE_CPU"] = "true"
-    launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
-    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    flags = ["--config_file", str(ROOT / f"recipes/accelerate/{strategy}.yaml")]
+    flags += ["--num_processes", str(PROCESSES[strategy])]
+    machines = [["--main_process_port", "0"]]
+    if strategy == "hsdp":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        flags += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(reserved_port())]
+        machines = [["--machine_rank", "0"], ["--machine_rank", "1"]]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    with ThreadPoolExecutor(len(machines)) as threads:
+
+        def run(machine: list[str]) -> subprocess.CompletedProcess[str]:
+            command = [*launcher, *machine, str(SCRIPT), *arguments]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+        done = [*threads.map(run, machines)]
+    assert [each.returncode for each in done] == [0] * len(machines), "".join(each.stderr for each in done)
+    return done[0].stdout.splitlines()
 
 
 def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
@@ -96,35 +107,45 @@ def train(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
                 settings = dict(case)
                 section = {"path": str(untied if settings.pop("untied", False) else model_folder), "dtype": "float32"}
                 section |= {name: settings.pop(name) for name in ("dtype", "lora") if name in settings}
-                processes = 1 if strategy == "single" else 2
-                settings |= {"processes": processes, "strategy": strategy, "batch_size": 3, "token_budget": 70}
+                settings |= {
+                    "processes": PROCESSES[strategy],
+                    "strategy": strategy,
+                    "batch_size": 3,
+                    "token_budget": 70,
+                }
                 recipes.append({"model": section, "train": settings})
             folder = tmp_path_factory.mktemp(strategy)
             arguments, on_cpu = [json.dumps(recipes), str(groups), str(folder)], device == "cpu"
             if strategy == "single":
                 lines = run_alone(arguments, folder.with_suffix(".log"), on_cpu)
             else:
-                lines = launch(TWO_PROCESSES[strategy], arguments, on_cpu)
+                lines = launch(strategy, arguments, on_cpu)
             made[strategy, device] = Trained(folder, lines)
         return made[strategy, device]
 
     return train
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=TWO_GPUS)])
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
-def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
-    one, two = train("single", device), train(strategy, device)
+@pytest.mark.parametrize(
+    ("strategy", "device"),
+    [
+        ("fsdp2", "cpu"),
+        *(pytest.param(name, "cpu", marks=pytest.mark.long) for name in ("ddp", "hsdp")),
+        *(pytest.param(name, "gpus", marks=TWO_GPUS) for name in ("ddp", "fsdp2")),
+    ],
+)
+def test_several_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
+    one, several = train("single", device), train(strategy, device)
     for number, case in enumerate(CASES):
         exact = case.get("dtype") != "bfloat16"
-        for step, (given, expected) in enumerate(zip(two.metrics[number], one.metrics[number], strict=True)):
+        for step, (given, expected) in enumerate(zip(several.metrics[number], one.metrics[number], strict=True)):
             # AdamW's step is as long for a weight whose gradient is only rounding noise, which decides its sign
             norm = 1e-5 if exact else 1e-2 if step == 0 else 1e-1
             assert given["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
             for name in ("loss", "entropy", "clip_fraction", "mismatch/mean", "mismatch/max", "mismatch/kl", "tokens"):
                 relative, absolute = (1e-4, 1e-6) if exact else (1e-2, 1e-2)
                 assert given[name] == pytest.approx(expected[name], rel=relative, abs=absolute), (case, name)
-        weights = two.weights(number)
+        weights = several.weights(number)
         for name, value in one.weights(number).items():
             # AdamW's first steps are as long where a gradient is almost 0
             tolerance = 1e-5 if case["steps"] == 1 else 1e-4 if exact else 2e-3
@@ -149,7 +170,7 @@ def test_machines_with_unlike_recipes_are_refused(make_recipe: Make, monkeypatch
 
 
 def test_one_process_where_the_recipe_asks_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    for strategy in ("ddp", "fsdp2"):
+    for strategy in ("ddp", "fsdp2", "hsdp"):
         two = TrainConfig(steps=1, processes=2, strategy=strategy)
         asked = rf"train\.processes=2 and train\.strategy={strategy}, but accelerate set up 1"
         with pytest.raises(LaunchError, match=asked):

@@ -205,7 +205,12 @@ def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_torchao
 @pytest.mark.processes
 @pytest.mark.extended
-def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "count", "machines"), [("fsdp2", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.long)]
+)
+def test_several_ranks_train_what_one_process_does(
+    network: Path, tmp_path: Path, sharding: str, count: int, machines: int
+) -> None:
     """Tensorwise weights are gathered in FP8, with the scale of the whole weight."""
     # imports torchao
     from tests.trainers.launched_fp8 import train, train_and_resume
@@ -213,12 +218,12 @@ def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path) ->
     def recipe(strategy: str, lora: Any) -> TrainRecipe:
         settings = {"steps": 1, "learning_rate": 1e-2, "precision": "fp8", "strategy": strategy}
         model = {"path": str(network), "dtype": "float32", "lora": lora}
-        settings["processes"] = 1 if strategy == "single" else 2
+        settings["processes"] = 1 if strategy == "single" else count
         return TrainRecipe.model_validate({"model": model, "train": settings})
 
     adapters = (None, LORA)
-    recipes = [recipe("fsdp2", lora) for lora in adapters]
-    found, _ = on_ranks(train_and_resume, recipes, tmp_path, "fsdp2", tmp_path)
+    recipes = [recipe(sharding, lora) for lora in adapters]
+    found, *_ = on_ranks(train_and_resume, recipes, tmp_path, sharding, tmp_path, count=count, machines=machines)
     for lora, (sharded, resumed) in zip(adapters, found, strict=True):
         assert sharded["gathered"] == {True}
         # bit by bit: weights are plain in states

@@ -279,9 +279,18 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
 
 @pytest.mark.extended
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(
-    make_recipe: Make, teacher_folder: Path, model_folder: Path, tmp_path: Path, strategy: str
+@pytest.mark.parametrize(
+    ("strategy", "count", "machines"),
+    [("ddp", 2, 1), ("fsdp2", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.long)],
+)
+def test_several_processes_equal_one(
+    make_recipe: Make,
+    teacher_folder: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    strategy: str,
+    count: int,
+    machines: int,
 ) -> None:
     """Also with more in the teacher's context, where it is the policy itself."""
     cases: list[tuple[Any, dict[str, Any]]] = [
@@ -294,11 +303,12 @@ def test_two_processes_equal_one(
         cases.append(({"rank": 4}, {"divergence": "reverse_kl", "model": str(teacher_folder)}))
     one, several = [], []
     for lora, teacher in cases:
-        for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
+        for strategies, made in (({}, one), ({"strategy": strategy, "processes": count}, several)):
             recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
             made.append(teaching(recipe, **teacher))
     expected = [exercise(recipe, on_cpu()) for recipe in one]
-    for given, wanted in zip(on_ranks(exercise, several, tmp_path, strategy)[0], expected, strict=True):
+    found = on_ranks(exercise, several, tmp_path, strategy, count=count, machines=machines)[0]
+    for given, wanted in zip(found, expected, strict=True):
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
         torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)

@@ -17,14 +17,15 @@ running=$$!
 # the time is almost over: let the trainers save, and continue in the same job
 requeue=
 trap 'requeue=1; scancel --signal=TERM "$$SLURM_JOB_ID"' USR1
-# of a preemption, and of scancel: the machines get the signal too
+# of a preemption, and of scancel: the machines get the signal too, and save
 trap : TERM
 while
     status=0
     wait "$$running" || status=$$?
     kill -0 "$$running" 2>/dev/null
 do :; done
-if [[ $$requeue && $$status != 0 ]]; then
+# SLURM does not requeue a preempted job that ends in its grace time
+if ((status)) && { [[ $$requeue ]] || scontrol show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }; then
     scontrol requeue "$$SLURM_JOB_ID"
 fi
 exit "$$status"

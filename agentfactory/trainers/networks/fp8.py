@@ -89,12 +89,14 @@ def gather_in_fp8(model: nn.Module) -> None:
         cast = module.config.cast_config_weight
         if cast.scaling_granularity is not ScalingGranularity.TENSORWISE:
             return
+        # the last dimension is that of the shards
+        group = module.weight.device_mesh.get_group(module.weight.device_mesh.ndim - 1)
         # torchao does not pad shards of unequal sizes; such a weight is gathered in its own precision
-        if module.out_features % module.weight.device_mesh.size():
+        if module.out_features % group.size():
             continue
         shard: Any = module.weight._local_tensor
         casts.append(WeightWithDynamicFloat8CastTensor(shard.detach(), module.linear_mm_config, cast.target_dtype))
-        setattr(module, _SHARD, (shard.detach(), module.weight.device_mesh.get_group()))
+        setattr(module, _SHARD, (shard.detach(), group))
         shard.fsdp_pre_all_gather = casts[-1].fsdp_pre_all_gather
         shard.fsdp_post_all_gather = casts[-1].fsdp_post_all_gather
     if not casts:

@@ -56,7 +56,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             bnb_4bit_compute_dtype=dtype,
         )
         return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
-    if recipe.train.strategy == "fsdp2":
+    if recipe.train.is_sharded:
         return load_on_rank_0(load, kind, config.path, dtype)
     return load().to(device)
 

@@ -170,7 +170,7 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
         return resolve_batching(network, recipe.train), lora.tokens_to_train(embedding, head, recipe, needed)
 
     # the checks compute with the weights
-    batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
+    batching, tokens = decided_by_rank_0(checked) if recipe.train.is_sharded else checked()
     policy = make_policy(recipe, network, batching, device, tokens)
     if needed is not None and tokens:
         lora.set_initial_rows(policy.network, tokens, needed, recipe.seed)

@@ -4,7 +4,7 @@ import os
 
 from agentfactory.base.errors import SettingError
 
-_STRATEGY = "set train.strategy to single, ddp or fsdp2"
+_STRATEGY = "set train.strategy to single, ddp, fsdp2 or hsdp"
 _WITHOUT_EFFECT = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "set train.batch_size, and train.token_budget for its parts"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "set train.compile"),

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -27,6 +28,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import FileStore, Store, TCPStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.rendezvous import register_rendezvous_handler
 from transformers import AutoConfig, PreTrainedModel
@@ -40,12 +42,16 @@ from agentfactory.trainers.processes import check_launch_variables
 
 logger = logging.getLogger(__name__)
 
+# accelerate makes hsdp's mesh so
+warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
+
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices
 PATIENCE = timedelta(days=7)
 
 _DDP = {DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU, DistributedType.MULTI_NPU}
-_STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": {DistributedType.FSDP}}
+_FSDP = {DistributedType.FSDP}
+_STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": _FSDP, "hsdp": _FSDP}
 
 _FSDP_SETTINGS = {
     "FSDP_VERSION": ("fsdp_version", "2", "AgentFactory trains with FSDP2 only"),
@@ -76,11 +82,12 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     options: dict[str, Any] = {}
     earlier = own_sockets()
     method = init_method(recipe.server.urls)
-    if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if train.is_sharded and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         for variable, (name, right, why) in _FSDP_SETTINGS.items():
             if (value := os.environ.get(variable, right).lower()) != right:
                 problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
                 raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
+        options["parallelism_config"] = _hsdp() if train.strategy == "hsdp" else None
         options["fsdp_plugin"] = _fsdp2(getattr(torch, recipe.model.dtype), method)
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
@@ -95,7 +102,29 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     if method is not None and has_foreign_peer(earlier):
         raise LaunchError("another user has connected to this process in place of one of ours: start the run again")
     check_launch(train, accelerator)
+    if (mesh := mesh_of(accelerator)) is not None:
+        for group in mesh.get_all_groups():
+            # accelerate sets that of the group of all processes only
+            dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
     return accelerator
+
+
+def _hsdp() -> ParallelismConfig:
+    """Return the mesh machines x processes of a machine, as the launcher numbers them. A machine has a copy of the
+    weights, which its processes divide. Raises LaunchError if either number is 1 or unknown, or machines differ."""
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    world, local, rank, place = (int(os.environ.get(name, "0")) for name in names)
+    if not 1 < local < world or world % local or rank % local != place:
+        problem = f"train.strategy=hsdp shards within a machine and copies between machines, but {local} of {world}"
+        fix = "start as many on each of several machines; on one, use fsdp2, and with one process on each, fsdp2 or ddp"
+        raise LaunchError(f"{problem} processes are on this one (LOCAL_WORLD_SIZE): {fix}")
+    return ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)
+
+
+def mesh_of(accelerator: Accelerator) -> DeviceMesh | None:
+    """Return the mesh of `fully_shard` under hsdp; None otherwise: all processes are one dimension."""
+    config = accelerator.parallelism_config
+    return None if config is None else accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
 
 
 def _fsdp2(dtype: torch.dtype, method: str | None) -> FullyShardedDataParallelPlugin:
@@ -128,7 +157,7 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
     if world != accelerator.num_processes:
         # a launcher started several processes, each of which believes that it is alone
         raise LaunchError(f"the launcher started {world} processes, but {got}: they would train independently. {fix}")
-    if train.strategy != "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if not train.is_sharded and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for FSDP, and {got}. {fix}")
     if accelerator.num_processes != train.processes or accelerator.distributed_type not in _STRATEGIES[train.strategy]:
         raise LaunchError(f"{asked}, but {got}. {fix}")
@@ -156,8 +185,9 @@ def launch_command(train: TrainConfig, device: str) -> str:
     file = ACCELERATE / f"{train.strategy}.yaml"
     file = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     # the number of launchers that torchrun has connected
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    where = f"--num_machines {machines} --machine_rank R --main_process_ip ADDRESS " if machines > 1 else ""
+    machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+    machines = "MACHINES" if machines == "1" and train.strategy == "hsdp" else machines
+    where = f"--num_machines {machines} --machine_rank R --main_process_ip ADDRESS " if machines != "1" else ""
     options = f"--config_file {file} {where}--num_processes {train.processes}"
     return f"{prefix}accelerate launch {options} -m agentfactory.train RECIPE"
 
@@ -256,7 +286,7 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
-# ---- decisions and weights of rank 0: under fsdp2 only rank 0 loads the weights, and the others get their shards
+# ---- decisions and weights of rank 0: only it loads weights that are sharded, and the others get their shards
 
 Value = TypeVar("Value")
 

@@ -33,7 +33,7 @@ from agentfactory.trainers.networks.lora import POLICY_ADAPTER, REFERENCE_ADAPTE
 from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network, resolve_batching
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
 from agentfactory.trainers.networks.vision_tower import sees
-from agentfactory.trainers.processes.accelerator import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.processes.accelerator import decided_by_rank_0, mesh_of, weights_of_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +105,11 @@ def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accele
     apply_options(network, recipe.train, accelerator.device, policy.batching)
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype, banned=policy.banned).eval()
-    if recipe.train.strategy == "fsdp2":
+    if recipe.train.is_sharded:
         with weights_of_rank_0(frozen):
             # reshard after the forward pass, unlike a root: there is no backward pass that would free it
             for unit in (*decoder_layers(network), frozen):
-                fully_shard(unit, reshard_after_forward=True)
+                fully_shard(unit, mesh=mesh_of(accelerator), reshard_after_forward=True)
         if recipe.train.precision != "auto":
             gather_in_fp8(frozen)
     return FrozenPolicy(accelerator, frozen)
@@ -222,7 +222,7 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
         network = load_network(recipe, accelerator.device, policy.dtype)
         # the checks compute with the weights, which only rank 0 has under fsdp2
         check = partial(_check_network, network, recipe, policy)
-        decided_by_rank_0(check) if recipe.train.strategy == "fsdp2" else check()
+        decided_by_rank_0(check) if recipe.train.is_sharded else check()
     except SettingError as error:
         raise error.at("teacher.model" if error.field == "model.path" else error.field) from error.__cause__
     missing |= {number: "without text" for number in range(_rows(network), rows) if number not in missing}

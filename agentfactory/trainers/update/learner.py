@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import keep_freed_memory, return_freed_memory
@@ -109,7 +110,7 @@ class Learner:
         if self.vision is not None:
             check = partial(check_images, self.policy, recipe.model.path)
             # only rank 0 has weights under fsdp2
-            decided_by_rank_0(check) if train.strategy == "fsdp2" else check()
+            decided_by_rank_0(check) if train.is_sharded else check()
         model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
         with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
@@ -224,29 +225,30 @@ class Learner:
         """Return the terms of each micro-batch, and add their gradients to those that are there; not in no_grad()."""
         # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
         scale = self.accelerator.num_processes / batch.normaliser
-        terms: list[Terms] = []
+        compute: dict[Role, Callable[[int, MicroBatch], Terms]] = {}
+        if loss is not None:
+            compute[Role.POLICY] = lambda index, part: loss(index, part, *self._graded_pass(part))
+        if value_loss is not None:
+            compute[Role.CRITIC] = lambda _, part: value_loss(part, self.model(Role.CRITIC, *self._inputs(part)))
+        made: dict[Role, list[Terms]] = {role: [] for role in compute}
+        # role by role: under hsdp, what a machine adds up before it is reduced must be of the same weights each time
+        passes = [(role, index) for role in made for index in range(len(batch.micro_batches))]
         with weights_kept(self.model, self.policy.dtype):
-            for index, part in enumerate(counted("updating", "micro-batches", batch.micro_batches)):
-                made: list[Terms] = []
-                last = index == len(batch.micro_batches) - 1
-                if loss is not None:
-                    with self._syncing(last):
-                        made.append(loss(index, part, *self._graded_pass(part)))
-                        if torch.is_grad_enabled():
-                            self.accelerator.backward(made[-1].loss * scale)
-                        made[-1].loss = made[-1].loss.detach()
-                if value_loss is not None:
-                    with self._syncing(last):
-                        made.append(value_loss(part, self.model(Role.CRITIC, *self._inputs(part))))
-                        self.accelerator.backward(made[-1].loss * scale)
-                        # a graph holds the kept weights
-                        made[-1].loss = made[-1].loss.detach()
-                # the first loss is reported; the metrics of all are kept
-                first, *others = made
-                for term in others:
-                    first.sums |= term.sums
-                terms.append(first)
-        return terms
+            for role, index in counted("updating", "passes", passes):
+                part = batch.micro_batches[index]
+                with self._syncing(index == len(batch.micro_batches) - 1):
+                    terms = compute[role](index, part)
+                    if torch.is_grad_enabled():
+                        self.accelerator.backward(terms.loss * scale)
+                    # a graph holds the kept weights
+                    terms.loss = terms.loss.detach()
+                made[role].append(terms)
+        # the first loss is reported; the metrics of all are kept
+        first, *others = made.values()
+        for other in others:
+            for mine, theirs in zip(first, other, strict=True):
+                mine.sums |= theirs.sums
+        return first
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
         images, loader, device = None, self.images, self.accelerator.device
@@ -280,9 +282,13 @@ class Learner:
         return clip_gradients(self.accelerator, parameters, self.max_grad_norm, whose=role)
 
     def _syncing(self, sync: bool) -> contextlib.AbstractContextManager[None]:
-        # fsdp2 would keep whole gradients of all weights until they are synced
-        whole = sync or self.accelerator.is_fsdp2
-        return contextlib.nullcontext() if whole else self.accelerator.no_sync(self.model)
+        """Return a context for a backward pass, the last of its role if `sync`: gradients are reduced between the
+        processes of ddp and the machines of hsdp in the last one only. Within fsdp2's shards they are in each: until
+        then, every process would keep whole gradients of all weights."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(sync)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if sync else self.accelerator.no_sync(self.model)
 
     def _report(self, terms: list[Terms], normaliser: float, grad_norm: float) -> Update:
         sums = ["loss", *terms[0].sums]
