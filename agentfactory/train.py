@@ -124,6 +124,9 @@ def _main() -> int:
     """Return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by train.stop_when, 4 most
     chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun signals the whole group: this process would get each signal twice, the second by its supervisor
+        os.setpgid(0, 0)
     spare_loopback(os.environ)
     # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, _signalled)

@@ -188,7 +188,7 @@ def test_the_core_names_no_world() -> None:
     # also the names of sections, commands and protocols
     others = {"audit", "images", "index", "judge", "openenv", "replay", "search", "verifiers", "worlds"}
     quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - others)))
-    core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/|people/).*\.py$", found[0])]
+    core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/|people/|cluster/).*\.py$", found[0])]
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []
 
 

@@ -196,7 +196,12 @@ class _Machine:
         command = trainer_command(stage, folder, Placement(on_gpu=may_have_gpu()), self._machines())
         log, finishing = folder.logs / f"train-machine-{self._rank}.log", folder.is_finishing
         options = {"explain": first_rank_that_failed, "is_finishing": finishing, "show": True}
-        children.wait(children.start("trainer", command.arguments, log, env=command.env, **options))
+        trainer = children.start("trainer", command.arguments, log, env=command.env, **options)
+        while trainer.process.poll() is None:
+            # raises if the first machine is gone, which NCCL notices only after minutes
+            self._store.check(["left"])
+            time.sleep(_POLL_SECONDS)
+        children.wait(trainer)
 
     def _serve(self, stage: "Recipe", output: Path, children: "Children", end: str) -> None:
         """Serve the stage's model until `end` is told."""

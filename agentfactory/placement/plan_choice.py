@@ -186,7 +186,7 @@ def _processes(recipe: Recipe, machine: Machine) -> int:
 
 
 def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
-    mode, train, server = recipe.placement.mode, recipe.train, recipe.server
+    mode, server = recipe.placement.mode, recipe.server
     for_trainer = _processes(recipe, machine) if need.trainer else 0
     for_server = server.devices if need.server else 0
     here, both = len(machine.gpus), bool(for_trainer and for_server)

@@ -48,7 +48,7 @@ class Stop:
 
     def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
         """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks exit
-        when rank 0 is gone. Every process calls it."""
+        when rank 0 is gone, if it is on their machine. Every process calls it."""
         self._listens, self._on_signal = True, on_signal
         watch.tell("reacts")
         if accelerator.is_main_process:
@@ -56,7 +56,8 @@ class Stop:
                 signal.signal(number, self._hear)
         if accelerator.num_processes > 1:
             first = of_rank_0((os.getpid(), psutil.Process().create_time()))
-            if not accelerator.is_main_process:
+            # on other machines, its number is another process's or nobody's
+            if not accelerator.is_main_process and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
                 self._follows = parent_watch.follow(*first)
 
     def ask(self, symptom: Symptom) -> None:
