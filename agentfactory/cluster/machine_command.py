@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     rank = -1 if options.rank is None else options.rank + options.trainers * (options.role == "server")
     if not 0 <= rank < count or not 0 < options.trainers <= count:
         problem = f"got {options.rank} of {count} machines, of which {options.trainers} train"
-        raise SettingError("--rank", problem, "numbers begin with 0", source=COMMAND_LINE)
+        raise SettingError("--rank", problem, "name its number, from 0; at least one machine trains", source=COMMAND_LINE)
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe, "train")
     # torch would write a stack of C++ whenever a machine has not started, or has ended
