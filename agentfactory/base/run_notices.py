@@ -1,6 +1,6 @@
 """Notices and activities, for the user of a run, from any module. Notices are shown once in the terminal, counted, and
 repeated at the end; a worker forwards its notices to rank 0 of the trainer (`launching.progress.tell_warnings`).
-An activity is shown after QUIET_SECONDS without other output."""
+An activity of QUIET_SECONDS is shown after as long without other output."""
 
 import logging
 import threading
@@ -103,10 +103,10 @@ def counted(what: str, noun: str, parts: Sequence[Part]) -> Iterator[Part]:
             done += 1
 
 
-def current() -> str:
-    """Return what this process is doing; empty if nothing was declared."""
-    # a slice, because the thread that acts may end its activity meanwhile
-    return "".join(map(str, _activities[-1:]))
+def current(seconds: float = 0.0) -> str:
+    """Return the innermost activity that has lasted `seconds`; empty if there is none."""
+    # a copy, because the thread that acts may end its activity meanwhile
+    return "".join(map(str, [one for one in [*_activities] if time.monotonic() - one.began >= seconds][-1:]))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def heard(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
 
     def beat() -> None:
         while not ended.wait(max(0.1, spoken + QUIET_SECONDS - time.monotonic())):
-            if time.monotonic() >= spoken + QUIET_SECONDS and (text := current()):
+            if time.monotonic() >= spoken + QUIET_SECONDS and (text := current(QUIET_SECONDS)):
                 try:
                     speak(text)
                 except OSError:  # the reader of our output is gone: the next word of the command ends it

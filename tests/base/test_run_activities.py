@@ -26,6 +26,15 @@ def test_the_innermost_activity_is_told_after_a_silence(monkeypatch: pytest.Monk
     assert current() == ""
 
 
+def test_an_activity_that_has_just_begun_is_not_told() -> None:
+    with doing("training"):
+        run_notices._activities[-1].began -= 60.0
+        with doing("updating"):
+            assert current() == "updating, 0 s so far"
+            assert current(6.0) == "training, 60 s so far"
+        assert current(90.0) == ""
+
+
 def test_parts_are_counted() -> None:
     shown = [current() for _ in counted("updating", "micro-batches", range(2))]
     assert shown == [f"updating: {done} of 2 micro-batches done, 0 s so far" for done in range(2)]
