@@ -114,8 +114,7 @@ class Job:
     @property
     def name(self) -> str:
         """A DNS label that begins with a letter, as names of Services must."""
-        kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in self.recipe.name.lower())
-        kept = kept.strip("-")[:40].strip("-")
+        kept = re.sub("[^a-z0-9]+", "-", self.recipe.name.lower()).strip("-")[:40].strip("-")
         return kept if kept[:1].isalpha() else f"run-{kept}".strip("-")
 
     @property
@@ -169,9 +168,10 @@ def read_job(scheduler: str, recipe: str, overrides: Sequence[str], described: P
         here = {"shared": cluster.shared or Path.cwd(), "python": cluster.python or sys.executable}
         cluster = cluster.model_copy(update=here)
     loaded = load_recipe(recipe, others)
-    is_named = scheduler == "slurm" or any(text.startswith("output=") for text in others)
-    if not is_named and cluster.shared is not None and not loaded.output.is_relative_to(cluster.shared):
-        others.append(f"output={json.dumps(f'{cluster.shared}/{loaded.name}')}")
+    if scheduler != "slurm" and cluster.shared is not None:
+        is_own = loaded.output.is_relative_to(cluster.shared) or any(text.startswith("output=") for text in others)
+        # in full, because the machines' current folder is another
+        others.append(f"output={json.dumps(str(loaded.output if is_own else cluster.shared / loaded.name))}")
     for stage in stages_of(loaded):
         prefix = f"{stage.name}." if isinstance(loaded, StagedRecipe) else ""
         others += [f"{prefix}train.processes={cluster.processes}"]
@@ -223,8 +223,8 @@ def _faults(scheduler: str, cluster: Cluster, recipe: Recipe | StagedRecipe) -> 
         if cluster.shared is None and backend.name != "nccl":
             fix = "name a folder that all machines see (cluster.shared, cluster.volume), or use nccl, for full weights"
             yield "sync.backend", f"got {backend.name!r}, which sends weights through shared files", fix
-    if scheduler == "slurm" and not f"{Path.cwd()}{recipe.output}".isprintable():
-        yield "output", f"got {str(recipe.output)!r}", "choose folders with printable names: sbatch reads lines"
+    if scheduler == "slurm" and not f"{Path.cwd()}{recipe.output}".replace("\\", "\n").isprintable():
+        yield "output", f"got {str(recipe.output)!r}", "use names without line breaks and backslashes"
     if cluster.shared is None and (cluster.trainers > 1 or len(stages) > 1):
         what = f"cluster.trainers={cluster.trainers}" if cluster.trainers > 1 else f"{len(stages)} stages"
         yield "cluster.shared", f"null, but {what} share checkpoints", "name a folder that all machines see"

@@ -70,8 +70,7 @@ def _job(job: Job, role: str, count: int) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": role,
         "image": getattr(cluster.images, role),
-        # Kubernetes expands $(NAME)
-        "args": [*(word.replace("$", "$$") for word in job.machine()), *which],
+        "args": [*(word.replace("$", "$$") for word in job.machine()), *which],  # $(NAME) would be expanded
         "env": [
             *({"name": variable, "value": value.replace("$", "$$")} for variable, value in job.env.items()),
             *(

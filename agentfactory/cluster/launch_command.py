@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
             (folder / name).write_text(text, encoding="utf-8")
             say(f"wrote {display(folder / name)}")
     except OSError as error:
-        raise SettingError("output", f"{display(folder)}: {error.strerror}", "choose another", COMMAND_LINE) from None
+        raise SettingError("output", f"{folder}: {error.strerror}", "choose another name", COMMAND_LINE) from None
     keys = {name: os.environ.get(name) or secrets.token_hex(32) for name in job.secrets}
     for command, stdin in scheduler.submit(job, folder, keys):
         say(shlex.join(command))

@@ -70,14 +70,12 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 def _faults(options: argparse.Namespace, rank: int) -> Iterator[Fault]:
     names, trainers = options.machines, options.trainers
     if not 0 <= rank < len(names) or not 0 < trainers <= len(names):
-        problem = f"got {options.rank} of {len(names)} machines, of which {trainers} train"
-        yield "--rank", problem, "name its number, from 0; at least one machine trains"
+        yield "--rank", f"got {options.rank} of {len(names)} machines, of which {trainers} train", "count from 0"
     for kind in (names[:trainers], names[trainers:]):
         if len({*kind}) < len(kind) or not all(map(_HOST.fullmatch, kind)):
             yield "--machines", f"got {','.join(kind)!r}", "name each machine once, by its host name or IPv4 address"
-    for name, port in (("--port", options.port), ("--server-port", options.server_port)):
-        if not 1024 <= port < 65535:
-            yield name, f"got {port}", "use 1024 to 65534"
+    if not 1024 <= min(port := options.port, serving := options.server_port) <= max(port, serving) < 65535:
+        yield "--port, --server-port", f"got {port}, {serving}", "use 1024 to 65534"
 
 
 class _Machine:

@@ -13,8 +13,7 @@ _TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh"
 def files(job: Job) -> dict[str, str]:
     cluster = job.cluster
     minutes = max(1, round(cluster.hours * 60))
-    # in names of logs, % begins a placeholder
-    logs = str(job.folder).replace("%", "%%")
+    logs = str(job.folder).replace("%", "%%")  # % begins a placeholder
     gpus = f"{cluster.gpu}:{cluster.gpus}" if cluster.gpu else cluster.gpus
     options = {
         "job-name": job.name,

@@ -104,6 +104,12 @@ def test_no_name_or_value_is_read_as_code(tmp_path: Path) -> None:
     assert "./-$$(touch x)" in text
 
 
+def test_the_run_is_in_the_shared_folder_wherever_the_machines_are(tmp_path: Path) -> None:
+    shared = [f"cluster.shared={tmp_path}", *SHARED[1:]]
+    assert f'output="{tmp_path}/runs/r"' in job("kubernetes", *shared).arguments
+    assert f'output="{tmp_path}/x"' in job("kubernetes", *shared, "output=x").arguments
+
+
 def test_names_of_services_begin_with_a_letter() -> None:
     assert [job("slurm", f"name={name}").name for name in ("2hop", "训练", "a_b")] == ["run-2hop", "run", "a-b"]
 
