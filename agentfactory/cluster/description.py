@@ -1,12 +1,13 @@
 """The description of a cluster's machines, of which each scheduler's file is written."""
 
 import json
-import shlex
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -27,6 +28,9 @@ PREFIX = "cluster."
 """Overrides with this prefix are of the description, all others of the recipe."""
 
 
+Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class Images(Section):
     """Container images, built from the Dockerfiles that `agentfactory launch` writes."""
 
@@ -41,7 +45,7 @@ class Cluster(Section):
     servers: int = Field(default=1, ge=0)
     gpus: int = Field(default=8, ge=0)
     """GPUs per machine, with a trainer process on each; 0: one process per machine, on the CPU."""
-    gpu: str | None = None
+    gpu: str | None = Field(default=None, pattern="^[A-Za-z0-9_.-]+$")
     """The scheduler's name of this kind of GPU, such as H100."""
     cpus: PositiveInt | None = None
     """Cores per machine; null: all of a machine under SLURM, elsewhere the scheduler's default."""
@@ -49,7 +53,7 @@ class Cluster(Section):
     """Memory per machine; null: as `cpus`."""
     hours: float = Field(default=24.0, gt=0)
     """Time limit of the job."""
-    grace_seconds: int = Field(default=600, ge=30)
+    grace_seconds: int = Field(default=600, ge=30, le=65535)
     """Seconds from the scheduler's signal to its kill, in which a step ends and a checkpoint is written."""
     shared: Path | None = None
     """The folder that all machines see under this path, for the run, its model and its data. null: under SLURM the
@@ -61,16 +65,16 @@ class Cluster(Section):
     python: str | None = None
     """The Python on the machines that has AgentFactory; null: under SLURM the one that runs this command, elsewhere
     `python`."""
-    secrets: list[str] = []
+    secrets: list[Variable] = []
     """Environment variables with keys, such as WANDB_API_KEY: taken from yours, and written into no file."""
-    env: dict[str, str] = {}
+    env: dict[Variable, str] = {}
     """Other environment variables of all processes."""
     sandbox: bool = True
     """Kubernetes: let trainers' pods create user namespaces, which code_interpreter and shell need."""
     port: int = Field(default=29500, ge=1024, le=65534)
     """The launchers' port on the first machine; the next one is that of `agentfactory machine`."""
     server_port: int = Field(default=8000, ge=1024, le=65535)
-    slurm: list[str] = []
+    slurm: list[Annotated[str, Field(pattern="^-[^\\r\\n]+$")]] = []
     """Further options of sbatch, such as --partition=gpu."""
     kubernetes: dict[str, Any] = {}
     """Further fields of the pods' specification, such as nodeSelector."""
@@ -78,13 +82,14 @@ class Cluster(Section):
     """Further fields of the task's resources, such as infra."""
 
     def _faults(self) -> Iterator[Fault]:
-        for number, name in enumerate(self.secrets):
-            if not name.isidentifier() or name in self.env:
-                yield (
-                    f"secrets.{number}",
-                    f"got {name!r}",
-                    "name a variable of your environment that `env` does not set",
-                )
+        for name in self.env.keys() & {KEY, *self.secrets}:
+            yield f"env.{name}", "is a key, which no file may contain", "remove it, and export it where you launch"
+        for name in self.kubernetes.keys() & {"containers", "volumes", "nodeSelector" if self.gpu else ""}:
+            yield f"kubernetes.{name}", "is set by the job", "remove it (or gpu, which sets nodeSelector)"
+        if self.hours * 3600 <= self.grace_seconds:
+            yield "hours", f"got {self.hours}, within grace_seconds={self.grace_seconds}", "allow more time"
+        if self.shared is not None and str(self.shared) != os.path.abspath(self.shared):
+            yield "shared", f"got {self.shared}", "write an absolute path, without `..`"
         if self.server_port in (self.port, self.port + 1):
             yield "server_port", f"got {self.server_port}, which the trainers use", "choose another"
 
@@ -108,9 +113,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A name that is a DNS label."""
-        kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in self.recipe.name.lower())
-        return kept.strip("-")[:40].strip("-") or "run"
+        """A DNS label that begins with a letter, as names of Services must."""
+        kept = re.sub("[^a-z0-9]+", "-", self.recipe.name.lower()).strip("-")[:40].strip("-")
+        return kept if kept[:1].isalpha() else f"run-{kept}".strip("-")
 
     @property
     def folder(self) -> Path:
@@ -136,24 +141,22 @@ class Job:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes no anchors, and lines as lines."""
+    """Writes no anchors, lines as lines, and quotes around what parsers of YAML 1.2 take for numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Plain.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
-)
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else '"' if re.match(r"[-+.]?\d|[yYnN]$", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Plain.add_representer(str, _text)
 
 
 def as_yaml(*documents: Any) -> str:
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=1000)
-
-
-def shell(words: Sequence[str]) -> str:
-    """Return a command as a shell reads it; words like "$NAME" stay what they are."""
-    return " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in words)
 
 
 def read_job(scheduler: str, recipe: str, overrides: Sequence[str], described: Path | None) -> Job:
@@ -164,9 +167,11 @@ def read_job(scheduler: str, recipe: str, overrides: Sequence[str], described: P
     if scheduler == "slurm":
         here = {"shared": cluster.shared or Path.cwd(), "python": cluster.python or sys.executable}
         cluster = cluster.model_copy(update=here)
-    if scheduler != "slurm" and cluster.shared is not None and not any(text.startswith("output=") for text in others):
-        others.append(f"output={cluster.shared}/{load_recipe(recipe, others).name}")
     loaded = load_recipe(recipe, others)
+    if scheduler != "slurm" and cluster.shared is not None:
+        is_own = loaded.output.is_relative_to(cluster.shared) or any(text.startswith("output=") for text in others)
+        # in full, because the machines' current folder is another
+        others.append(f"output={json.dumps(str(loaded.output if is_own else cluster.shared / loaded.name))}")
     for stage in stages_of(loaded):
         prefix = f"{stage.name}." if isinstance(loaded, StagedRecipe) else ""
         others += [f"{prefix}train.processes={cluster.processes}"]
@@ -177,12 +182,12 @@ def read_job(scheduler: str, recipe: str, overrides: Sequence[str], described: P
     check_recipe(loaded, "train", [])
     for fault in _faults(scheduler, cluster, loaded):
         raise SettingError(*fault, source=display(described) if described else COMMAND_LINE)
-    file = Path(recipe).expanduser().absolute()
+    file = Path(os.path.abspath(Path(recipe).expanduser()))
     if scheduler != "slurm" and not file.is_relative_to(Path.cwd()):
         fix = "run this command in a folder that contains it: the machines get this folder"
         raise SettingError("RECIPE", f"{recipe} is not below the current folder", fix, source=COMMAND_LINE)
-    place = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return Job(cluster, loaded, (str(place), *others))
+    place = f"./{file.relative_to(Path.cwd())}" if file.is_relative_to(Path.cwd()) else str(file)
+    return Job(cluster, loaded, (place, *others))
 
 
 def _read(described: Path | None, overrides: Sequence[str]) -> Cluster:
@@ -218,6 +223,8 @@ def _faults(scheduler: str, cluster: Cluster, recipe: Recipe | StagedRecipe) -> 
         if cluster.shared is None and backend.name != "nccl":
             fix = "name a folder that all machines see (cluster.shared, cluster.volume), or use nccl, for full weights"
             yield "sync.backend", f"got {backend.name!r}, which sends weights through shared files", fix
+    if scheduler == "slurm" and not f"{Path.cwd()}{recipe.output}".replace("\\", "\n").isprintable():
+        yield "output", f"got {str(recipe.output)!r}", "use names without line breaks and backslashes"
     if cluster.shared is None and (cluster.trainers > 1 or len(stages) > 1):
         what = f"cluster.trainers={cluster.trainers}" if cluster.trainers > 1 else f"{len(stages)} stages"
         yield "cluster.shared", f"null, but {what} share checkpoints", "name a folder that all machines see"

@@ -20,22 +20,16 @@ def files(job: Job) -> dict[str, str]:
         *(made for role, count in parts for made in (_service(job, role), _job(job, role, count))),
     ]
     dockerfiles = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("trainer.Dockerfile", "server.Dockerfile")}
-    secret = (
-        f"# needs a Secret, which `agentfactory launch` creates: {_secret_name(job)} with {', '.join(job.secrets)}\n"
-    )
+    secret = f"# needs the Secret {job.name}-keys, by `agentfactory launch`, with {', '.join(job.secrets)}\n"
     return {"kubernetes.yaml": secret + as_yaml(*manifests), **dockerfiles}
 
 
 def submit(job: Job, folder: Path, keys: dict[str, str]) -> Iterator[tuple[list[str], str | None]]:
     """Yield commands, each with its stdin. `keys` are in their environment."""
     secret = {"stringData": {name: keys[name] for name in job.secrets}, "type": "Opaque"}
-    # by stdin, because others can read a process's arguments
-    yield ["kubectl", "apply", "-f", "-"], json.dumps(_object(job, "v1", "Secret", _secret_name(job), **secret))
+    # by stdin, because others can read a process's arguments; refused if a run of this name has its keys there
+    yield ["kubectl", "create", "-f", "-"], json.dumps(_object(job, "v1", "Secret", f"{job.name}-keys", **secret))
     yield ["kubectl", "apply", "-f", str(folder / "kubernetes.yaml")], None
-
-
-def _secret_name(job: Job) -> str:
-    return f"{job.name}-keys"
 
 
 def _object(job: Job, version: str, kind: str, name: str, **fields: Any) -> dict[str, Any]:
@@ -67,7 +61,6 @@ def _job(job: Job, role: str, count: int) -> dict[str, Any]:
     which = ("--machines", ",".join(machines), "--role", role, "--rank", "$(JOB_COMPLETION_INDEX)")
     limits = {"nvidia.com/gpu": cluster.gpus} if cluster.gpus else {}
     asked = {"cpu": cluster.cpus, "memory": cluster.memory_gib and f"{cluster.memory_gib}Gi"}
-    keys = {"secretKeyRef": {"name": _secret_name(job)}}
     # NCCL, and the workers of PyTorch and vLLM, exchange data there; the default is 64 MiB
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -77,11 +70,11 @@ def _job(job: Job, role: str, count: int) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": role,
         "image": getattr(cluster.images, role),
-        "args": job.machine(*which),
+        "args": [*(word.replace("$", "$$") for word in job.machine()), *which],  # $(NAME) would be expanded
         "env": [
-            *({"name": variable, "value": value} for variable, value in job.env.items()),
+            *({"name": variable, "value": value.replace("$", "$$")} for variable, value in job.env.items()),
             *(
-                {"name": variable, "valueFrom": {"secretKeyRef": {**keys["secretKeyRef"], "key": variable}}}
+                {"name": variable, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-keys", "key": variable}}}
                 for variable in job.secrets
             ),
         ],
@@ -99,7 +92,7 @@ def _job(job: Job, role: str, count: int) -> dict[str, Any]:
         **selector,
         **cluster.kubernetes,
         "containers": [container],
-        "volumes": [*volumes, *cluster.kubernetes.get("volumes", [])],
+        "volumes": volumes,
     }
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},

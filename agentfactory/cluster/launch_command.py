@@ -31,26 +31,27 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Write the job's files and submit them. Raises SettingError, CommandFailed."""
-    from agentfactory.cluster.description import KEY, read_job
+    from agentfactory.cluster.description import read_job
 
     job = read_job(options.on, options.recipe, options.overrides, options.cluster)
     scheduler = importlib.import_module(f"agentfactory.cluster.{options.on}")
     files: dict[str, str] = scheduler.files(job)
     if options.dry_run:
         for name, text in files.items():
-            say(f"# ---- {name}" if len(files) > 1 else "")
-            say(text.rstrip("\n"))
+            say(f"# ---- {name}\n" * (len(files) > 1) + text.rstrip("\n"))
         return 0
     for name in job.cluster.secrets:
         if not os.environ.get(name):
             raise SettingError("cluster.secrets", f"${name} is not set", f"export {name}=...", source=COMMAND_LINE)
     folder = job.folder if options.on == "slurm" else Path(f"{job.name}-launch")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-        say(f"wrote {display(folder / name)}")
-    known = {name: os.environ[name] for name in job.secrets if name in os.environ}
-    keys = {KEY: secrets.token_hex(32), **known}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            say(f"wrote {display(folder / name)}")
+    except OSError as error:
+        raise SettingError("output", f"{folder}: {error.strerror}", "choose another name", COMMAND_LINE) from None
+    keys = {name: os.environ.get(name) or secrets.token_hex(32) for name in job.secrets}
     for command, stdin in scheduler.submit(job, folder, keys):
         say(shlex.join(command))
         try:

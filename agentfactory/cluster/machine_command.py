@@ -4,6 +4,7 @@ and tells the other machines through torch's store which stage begins and ends."
 import argparse
 import hashlib
 import os
+import re
 import signal
 import socket
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import Fault, SettingError
 from agentfactory.base.http.loopback import is_loopback
 from agentfactory.recipe.composition import COMMAND_LINE
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 ABOUT = "one machine's part of a run on several; the files of `agentfactory launch` call it"
 EXAMPLES = ["machine recipe.yaml --trainers 1 --rank 0 --machines 10.0.0.1,10.0.0.2"]
 _POLL_SECONDS = 0.5
+_HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
 _LEAVE_SECONDS = 60.0  # seconds that the first machine waits for the others to end
 
 
@@ -54,17 +56,26 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from agentfactory.recipe.checks import check_recipe
     from agentfactory.recipe.load import load_recipe
 
-    count = len(options.machines)
     rank = -1 if options.rank is None else options.rank + options.trainers * (options.role == "server")
-    if not 0 <= rank < count or not 0 < options.trainers <= count:
-        problem = f"got {options.rank} of {count} machines, of which {options.trainers} train"
-        raise SettingError("--rank", problem, "name its number, from 0; at least one machine trains", source=COMMAND_LINE)
+    for fault in _faults(options, rank):
+        raise SettingError(*fault, source=COMMAND_LINE)
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe, "train")
     # torch would write a stack of C++ whenever a machine has not started, or has ended
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with heard(say):
         return _Machine(options, rank, say).run(recipe)
+
+
+def _faults(options: argparse.Namespace, rank: int) -> Iterator[Fault]:
+    names, trainers = options.machines, options.trainers
+    if not 0 <= rank < len(names) or not 0 < trainers <= len(names):
+        yield "--rank", f"got {options.rank} of {len(names)} machines, of which {trainers} train", "count from 0"
+    for kind in (names[:trainers], names[trainers:]):
+        if len({*kind}) < len(kind) or not all(map(_HOST.fullmatch, kind)):
+            yield "--machines", f"got {','.join(kind)!r}", "name each machine once, by its host name or IPv4 address"
+    if not 1024 <= min(port := options.port, serving := options.server_port) <= max(port, serving) < 65535:
+        yield "--port, --server-port", f"got {port}, {serving}", "use 1024 to 65534"
 
 
 class _Machine:
@@ -80,13 +91,18 @@ class _Machine:
 
         from agentfactory.base.run_notices import doing
         from agentfactory.launching.child_processes import ChildFailed
+        from agentfactory.rollout.inference.server_command_line import port_fault
 
-        place = (self._first, self._options.port + 1)
         lead = self._rank == 0
+        place = ("127.0.0.1" if lead else self._first, self._options.port + 1)
         _name_interface(self._options.machines)
+        if lead and (fault := port_fault(place[1], "--port")) is not None:
+            raise fault
         with doing(f"waiting for the first machine, {self._first}"):
+            if not lead:
+                _await_listener(place)
             # a store listens on all interfaces; it holds names of stages only, and runs nothing
-            self._store = TCPStore(*place, is_master=lead, wait_for_workers=False, timeout=timedelta(minutes=30))
+            self._store = TCPStore(*place, is_master=lead, wait_for_workers=False)
         self._store.set_timeout(timedelta(seconds=60))
         try:
             return self._lead(recipe) if lead else self._follow(recipe)
@@ -107,7 +123,6 @@ class _Machine:
         if summary.get("status") == "completed" and summary["steps"] >= last.train.steps:
             self._say(f"{recipe.output} is completed, with {summary['steps']} steps")
         else:
-            self._number = 0
             machines = replace(self._machines(), during=self._stage)
             launcher.train(self._with_servers(recipe), False, AUTO if begun else None, self._say, machines)
         self._store.set(str(self._number + 1), "")
@@ -223,6 +238,16 @@ class _Machine:
         wait_for_server(own, server, children, self._say)
         self._told(end, "serving", partial(children.check, server))
         children.stop(server)
+
+
+def _await_listener(place: tuple[str, int]) -> None:
+    """Wait until a program listens. TCPStore waits, too, but no signal ends that."""
+    limit = time.monotonic() + 1800
+    while time.monotonic() < limit:
+        with suppress(OSError):
+            return socket.create_connection(place, timeout=5).close()
+        time.sleep(_POLL_SECONDS)
+    raise SettingError("--machines", f"nothing listens at {place}", "start the first machine", source=COMMAND_LINE)
 
 
 def _name_interface(machines: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
 """A task of SkyPilot: machines of one kind in any cloud, which get the current folder."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentfactory.cluster.description import Job, as_yaml, shell
+from agentfactory.cluster.description import Job, as_yaml
 
 
 def files(job: Job) -> dict[str, str]:
@@ -15,9 +16,9 @@ def files(job: Job) -> dict[str, str]:
         **({"image_id": f"docker:{cluster.images.trainer}"} if cluster.images else {}),
         **cluster.skypilot,
     }
-    which = ("--rank", "$SKYPILOT_NODE_RANK", "--machines", "$machines")
-    own = job.machine(*which)
-    lines = ['machines=$(echo "$SKYPILOT_NODE_IPS" | paste -sd,)', f"exec {shell(own)}"]
+    which = '--rank "$SKYPILOT_NODE_RANK" --machines "$machines"'
+    lines = ['machines=$(echo "$SKYPILOT_NODE_IPS" | paste -sd,)', f"exec {shlex.join(job.machine())} {which}"]
+    mount = {"source": cluster.volume, "mode": "MOUNT"}
     task = {
         "name": job.name,
         "num_nodes": cluster.machines,
@@ -26,11 +27,7 @@ def files(job: Job) -> dict[str, str]:
         "envs": job.env,
         # their values come from the environment of `sky jobs launch --secret NAME`
         "secrets": dict.fromkeys(job.secrets, ""),
-        **(
-            {"file_mounts": {str(cluster.shared): {"source": cluster.volume, "mode": "MOUNT"}}}
-            if cluster.shared
-            else {}
-        ),
+        **({"file_mounts": {str(cluster.shared): mount}} if cluster.shared else {}),
         **({} if cluster.images else {"setup": "pip install -r requirements.txt"}),
         "run": "\n".join(lines) + "\n",
     }

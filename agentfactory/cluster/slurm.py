@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
-from agentfactory.cluster.description import KEY, Job, shell
+from agentfactory.cluster.description import KEY, Job
 
 _TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh"
 
@@ -13,6 +13,7 @@ _TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh"
 def files(job: Job) -> dict[str, str]:
     cluster = job.cluster
     minutes = max(1, round(cluster.hours * 60))
+    logs = str(job.folder).replace("%", "%%")  # % begins a placeholder
     gpus = f"{cluster.gpu}:{cluster.gpus}" if cluster.gpu else cluster.gpus
     options = {
         "job-name": job.name,
@@ -27,7 +28,7 @@ def files(job: Job) -> dict[str, str]:
         "signal": f"B:USR1@{cluster.grace_seconds}",
         "requeue": None,
         "open-mode": "append",
-        "output": job.folder / "slurm-%j.log",
+        "output": shlex.quote(f"{logs}/slurm-%j.log"),
     }
     lines = [f"--{name}" + ("" if value is None else f"={value}") for name, value in options.items()]
     own = [f'export {name}="${{{name}:?export it before sbatch}}"' for name in cluster.secrets]
@@ -37,7 +38,8 @@ def files(job: Job) -> dict[str, str]:
         key=KEY,
         cwd=shlex.quote(str(Path.cwd())),
         folder=shlex.quote(str(job.folder)),
-        machine=shell(job.machine("--machines", "$machines")),
+        logs=shlex.quote(logs),
+        machine=shlex.join(job.machine()),
     )
     return {"slurm.sh": text}
 

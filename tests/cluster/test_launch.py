@@ -72,7 +72,7 @@ def test_kubernetes_gives_every_pod_a_name_that_its_command_knows() -> None:
         keys = [entry["name"] for entry in container["env"] if "valueFrom" in entry]
         assert keys == ["AGENTFACTORY_SERVER_KEY", "WANDB_API_KEY"]
         assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/shared"}
-    assert "output=/shared/r" in text["kubernetes.yaml"]
+    assert 'output="/shared/r"' in text["kubernetes.yaml"]
 
 
 def test_sky_gets_no_key_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +84,34 @@ def test_sky_gets_no_key_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hidden" not in text
     ((command, _),) = skypilot.submit(made, Path("x"), {})
     assert command[-5:-1] == ["--secret", "AGENTFACTORY_SERVER_KEY", "--secret", "WANDB_API_KEY"]
+
+
+def test_no_name_or_value_is_read_as_code(tmp_path: Path) -> None:
+    name = "-$(touch x) '#\"%j.yaml"
+    (tmp_path / name).write_text((tmp_path / "r.yaml").read_text())
+    made = read_job("slurm", f"./{name}", [], None)
+    lines = slurm.files(made)["slurm.sh"].splitlines()
+    (command,) = (line for line in lines if " -m agentfactory machine " in line)
+    assert parse([*shlex.split(command.rstrip("& "))[3:], "--rank", "0"]).recipe == f"./{name}"
+    (output,) = (line for line in lines if line.startswith("#SBATCH --output="))
+    assert shlex.split(output.removeprefix("#SBATCH ")) == [
+        f"--output={made.folder}".replace("%", "%%") + "/slurm-%j.log"
+    ]
+    env = 'cluster.env={A: "1e3", B: "$(A)"}'
+    text = kubernetes.files(read_job("kubernetes", f"./{name}", [*SHARED, env], None))["kubernetes.yaml"]
+    assert 'value: "1e3"' in text
+    assert "value: $$(A)" in text
+    assert "./-$$(touch x)" in text
+
+
+def test_the_run_is_in_the_shared_folder_wherever_the_machines_are(tmp_path: Path) -> None:
+    shared = [f"cluster.shared={tmp_path}", *SHARED[1:]]
+    assert f'output="{tmp_path}/runs/r"' in job("kubernetes", *shared).arguments
+    assert f'output="{tmp_path}/x"' in job("kubernetes", *shared, "output=x").arguments
+
+
+def test_names_of_services_begin_with_a_letter() -> None:
+    assert [job("slurm", f"name={name}").name for name in ("2hop", "训练", "a_b")] == ["run-2hop", "run", "a-b"]
 
 
 def test_the_description_may_be_a_file_and_stages_work(tmp_path: Path) -> None:
@@ -108,6 +136,14 @@ def test_the_description_may_be_a_file_and_stages_work(tmp_path: Path) -> None:
         ("slurm", ["cluster.gpus=1", "placement.mode=split"], "placement.mode: got 'split'"),
         ("slurm", ["sync.backend=ipc"], "sync.backend: got 'ipc'"),
         ("slurm", ["cluster.secrets=[A B]"], "cluster.secrets.0: got 'A B'"),
+        ("slurm", ['cluster.env={"A;id": b}'], "cluster.env.A;id: got 'A;id'"),
+        ("slurm", ["cluster.env={AGENTFACTORY_SERVER_KEY: a}"], "cluster.env.AGENTFACTORY_SERVER_KEY: is a key"),
+        ("slurm", ['cluster.slurm=["--mem=0\\nid"]'], "cluster.slurm.0: got '--mem=0"),
+        ("slurm", ["cluster.gpu=h 100"], "cluster.gpu: got 'h 100'"),
+        ("slurm", ["cluster.hours=0.1"], "cluster.hours: got 0.1, within grace_seconds=600"),
+        ("slurm", ['output="a\\nb"'], "output: got '"),
+        ("kubernetes", [*SHARED, "cluster.kubernetes={volumes: 5}"], "cluster.kubernetes.volumes: is set by the job"),
+        ("kubernetes", [*SHARED, "cluster.shared=mine"], "cluster.shared: got mine"),
         ("slurm", ["cluster.port=8000"], "cluster.server_port: got 8000"),
         ("kubernetes", [], "sync.backend: got 'file', which sends weights through shared files"),
         ("kubernetes", ["sync.backend=nccl"], "cluster.images: missing"),

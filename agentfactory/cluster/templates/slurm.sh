@@ -11,8 +11,8 @@ $key=$${$key:-$$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export $key
 machines=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | paste -sd,)
 
-srun --kill-on-bad-exit=1 --cpu-bind=none --output=$folder/"$$SLURM_JOB_ID-%t.log" --open-mode=append \
-    $machine &
+srun --kill-on-bad-exit=1 --cpu-bind=none --output=$logs/"$$SLURM_JOB_ID-%t.log" --open-mode=append \
+    $machine --machines "$$machines" &
 running=$$!
 # the time is almost over: let the trainers save, and continue in the same job
 requeue=
