@@ -321,7 +321,7 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(project
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
-    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [unfit] * len(recipes))
+    monkeypatch.setattr(plan, "place", lambda recipes, *_: [unfit] * len(recipes))
     assert refused_by_launcher(project, load_and_check(), "does not fit; fix: a smaller model") == ["the table"]
 
 
@@ -348,7 +348,7 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
 ) -> None:
     asked = load_and_check(overrides=["server.engine=vllm", setting], lacks=[])
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
-    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
+    monkeypatch.setattr(plan, "place", lambda recipes, *_: [planned if is_there else None] * len(recipes))
     monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
     first = load_and_check(overrides=["name=first"])
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
