@@ -1,6 +1,6 @@
 """Notices and activities, for the user of a run, from any module. Notices are shown once in the terminal, counted, and
 repeated at the end; a worker forwards its notices to rank 0 of the trainer (`launching.progress.tell_warnings`).
-An activity of QUIET_SECONDS is shown after as long without other output."""
+An activity that has lasted QUIET_SECONDS is shown after QUIET_SECONDS without other output."""
 
 import logging
 import threading

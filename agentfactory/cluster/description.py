@@ -59,7 +59,7 @@ class Cluster(Section):
     """The folder that all machines see under this path, for the run, its model and its data. null: under SLURM the
     current folder, elsewhere none: then one machine trains, and weights go by sync.backend=nccl."""
     volume: str | None = None
-    """What holds `shared`: a PersistentVolumeClaim (Kubernetes), or a bucket such as s3://NAME (SkyPilot)."""
+    """The storage behind `shared`: a PersistentVolumeClaim (Kubernetes), or a bucket such as s3://NAME (SkyPilot)."""
     images: Images | None = None
     """Required by Kubernetes; SkyPilot uses `trainer` on all machines."""
     python: str | None = None
@@ -233,6 +233,8 @@ def _faults(scheduler: str, cluster: Cluster, recipe: Recipe | StagedRecipe) -> 
             kind = "a PersistentVolumeClaim" if scheduler == "kubernetes" else "a bucket, such as s3://NAME"
             yield "cluster.volume", f"null, but {cluster.shared} must be mounted", f"name {kind}"
         yield from _out_of_reach(cluster, recipe)
+    if scheduler == "skypilot" and cluster.gpus and cluster.gpu is None:
+        yield "cluster.gpu", f"null, but each machine has {cluster.gpus} GPUs", "name their kind, such as H100"
     if scheduler == "kubernetes" and cluster.images is None:
         fix = "build the two Dockerfiles that --dry-run prints, push the images, and name them (docs/multi-node.md)"
         yield "cluster.images", "missing", fix

@@ -53,18 +53,28 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Run this machine's part of every stage. Raises SettingError, and as `agentfactory train`."""
     from agentfactory.base.run_notices import heard
+    from agentfactory.cluster.description import KEY
     from agentfactory.recipe.checks import check_recipe
     from agentfactory.recipe.load import load_recipe
 
     rank = -1 if options.rank is None else options.rank + options.trainers * (options.role == "server")
     for fault in _faults(options, rank):
         raise SettingError(*fault, source=COMMAND_LINE)
+    if len(options.machines) > options.trainers and not os.environ.get(KEY):
+        fix = "export the same secret text on all machines"
+        raise SettingError(f"${KEY}", "is not set: the servers' key", fix, source="environment")
     recipe = load_recipe(options.recipe, options.overrides)
-    check_recipe(recipe, "train")
+    machine = _Machine(options, rank, say)
+    given = machine.with_servers(recipe)
+    # a trainer's machine needs no vLLM, and a server's no tools
+    if rank < options.trainers:
+        check_recipe(given, "train")
+    else:
+        check_recipe(recipe, "serve")
     # torch would write a stack of C++ whenever a machine has not started, or has ended
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with heard(say):
-        return _Machine(options, rank, say).run(recipe)
+        return machine.run(given)
 
 
 def _faults(options: argparse.Namespace, rank: int) -> Iterator[Fault]:
@@ -85,6 +95,8 @@ class _Machine:
         servers = options.machines[options.trainers :]
         self._urls = [f"http://{host}:{options.server_port}" for host in servers]
         self._store: TCPStore
+        self._number = 0
+        """Stages that have begun since this process started."""
 
     def run(self, recipe: "Recipe | StagedRecipe") -> int:
         from torch.distributed import DistNetworkError, TCPStore
@@ -124,17 +136,15 @@ class _Machine:
             self._say(f"{recipe.output} is completed, with {summary['steps']} steps")
         else:
             machines = replace(self._machines(), during=self._stage)
-            launcher.train(self._with_servers(recipe), False, AUTO if begun else None, self._say, machines)
+            launcher.train(recipe, False, AUTO if begun else None, self._say, machines)
         self._store.set(str(self._number + 1), "")
         limit = time.monotonic() + _LEAVE_SECONDS
         while self._store.add("left", 0) < len(self._options.machines) - 1 and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
         return 0
 
-    _number = 0
-    """The stages that have begun since this process started."""
-
-    def _with_servers(self, recipe: "Recipe | StagedRecipe") -> "Recipe | StagedRecipe":
+    def with_servers(self, recipe: "Recipe | StagedRecipe") -> "Recipe | StagedRecipe":
+        """Return `recipe` with the addresses of the run's servers in each stage that runs chains."""
         from agentfactory.cluster.description import KEY
         from agentfactory.recipe.checks import runs_chains
         from agentfactory.recipe.schema import StagedRecipe, updated
@@ -174,7 +184,7 @@ class _Machine:
         from agentfactory.launching.child_processes import Children
         from agentfactory.recipe.schema import stages_of
 
-        stages = {stage.name: stage for stage in stages_of(self._with_servers(recipe))}
+        stages = {stage.name: stage for stage in stages_of(recipe)}
         with Children(self._say) as children:
             number = 1
             while told := self._told(str(number), f"waiting for stage {number}"):
@@ -219,7 +229,7 @@ class _Machine:
         children.wait(trainer)
 
     def _serve(self, stage: "Recipe", output: Path, children: "Children", end: str) -> None:
-        """Serve the stage's model until `end` is told."""
+        """Serve the stage's model until the store has the key `end`."""
         from agentfactory.base.processes.devices import may_have_gpu
         from agentfactory.launching.placement import Placement, place
         from agentfactory.launching.start_server import begin_server, wait_for_server

@@ -10,7 +10,7 @@ from agentfactory.cluster.description import Job, as_yaml
 def files(job: Job) -> dict[str, str]:
     cluster = job.cluster
     resources = {
-        **({"accelerators": f"{cluster.gpu or 'H100'}:{cluster.gpus}"} if cluster.gpus else {}),
+        **({"accelerators": f"{cluster.gpu}:{cluster.gpus}"} if cluster.gpus else {}),
         **({"cpus": f"{cluster.cpus}+"} if cluster.cpus else {}),
         **({"memory": f"{cluster.memory_gib}+"} if cluster.memory_gib else {}),
         **({"image_id": f"docker:{cluster.images.trainer}"} if cluster.images else {}),

@@ -92,13 +92,13 @@ class Command:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines that train together, each with an accelerate launcher; servers run elsewhere if they are several."""
+    """The machines that train together, each with an accelerate launcher."""
 
     count: int = 1
     options: tuple[str, ...] = ("--main_process_port", "0", *PORTLESS_OPTIONS)
     """How this machine's launcher finds the others."""
     during: "Callable[[StagePlan], AbstractContextManager[object]] | None" = None
-    """Entered while a stage trains, whose servers others start; None: servers that are not ours already run."""
+    """Context of a stage's training, for a caller that starts the servers; None: they run, or the launcher starts one."""
 
 
 @dataclass(frozen=True)

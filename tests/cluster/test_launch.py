@@ -150,6 +150,7 @@ def test_the_description_may_be_a_file_and_stages_work(tmp_path: Path) -> None:
         ("kubernetes", ["sync.backend=nccl", "cluster.trainers=2"], "cluster.shared: null, but cluster.trainers=2"),
         ("kubernetes", [SHARED[0]], "cluster.volume: null, but /shared must be mounted"),
         ("kubernetes", [*SHARED, "output=/elsewhere/run"], "output: /elsewhere/run is not in /shared"),
+        ("skypilot", SHARED[:2], "cluster.gpu: null, but each machine has 8 GPUs"),
         ("skypilot", [*SHARED[:2], "model.path=/usr"], "model.path: /usr is on this machine only"),
     ],
 )

@@ -43,7 +43,7 @@ class Pairwise(Panel):
         while len(left) > 1:
             rounds = self.tournament == "knockout"
             pairs = [*zip(left[::2], left[1::2], strict=False)] if rounds else [*combinations(left, 2)]
-            # the last of an odd number goes on, as if it had won
+            # of an odd number, the last one advances without a match
             left = left[-1:] if rounds and len(left) % 2 else []
             for one in left:
                 points[one] += 1.0
