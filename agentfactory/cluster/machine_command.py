@@ -33,6 +33,7 @@ ABOUT = "one machine's part of a run on several; the files of `agentfactory laun
 EXAMPLES = ["machine recipe.yaml --trainers 1 --rank 0 --machines 10.0.0.1,10.0.0.2"]
 _POLL_SECONDS = 0.5
 _HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
+_START_SECONDS = 1800.0  # seconds within which the first machine must start
 _LEAVE_SECONDS = 60.0  # seconds that the first machine waits for the others to end
 
 
@@ -103,6 +104,7 @@ class _Machine:
 
         from agentfactory.base.run_notices import doing
         from agentfactory.launching.child_processes import ChildFailed
+        from agentfactory.launching.reach_early import wait_for_listener
         from agentfactory.rollout.inference.server_command_line import port_fault
 
         lead = self._rank == 0
@@ -111,8 +113,9 @@ class _Machine:
         if lead and (fault := port_fault(place[1], "--port")) is not None:
             raise fault
         with doing(f"waiting for the first machine, {self._first}"):
-            if not lead:
-                _await_listener(place)
+            # TCPStore waits, too, but no signal ends that
+            if not lead and (why := wait_for_listener(place, time.monotonic() + _START_SECONDS)):
+                raise SettingError("--machines", f"nothing listens at {place}: {why}", "start the first machine")
             # a store listens on all interfaces; it holds names of stages only, and runs nothing
             self._store = TCPStore(*place, is_master=lead, wait_for_workers=False)
         self._store.set_timeout(timedelta(seconds=60))
@@ -149,14 +152,9 @@ class _Machine:
         from agentfactory.recipe.checks import runs_chains
         from agentfactory.recipe.schema import StagedRecipe, updated
 
-        def given(stage: "Recipe") -> "Recipe":
-            if not runs_chains(stage, "train"):
-                return stage
-            return updated(stage, "server", url=self._urls, api_key_env=KEY)
-
         if isinstance(recipe, StagedRecipe):
-            return recipe.model_copy(update={"stages": [given(stage) for stage in recipe.stages]})
-        return given(recipe)
+            return recipe.model_copy(update={"stages": [self.with_servers(stage) for stage in recipe.stages]})
+        return updated(recipe, "server", url=self._urls, api_key_env=KEY) if runs_chains(recipe, "train") else recipe
 
     def _machines(self) -> "Machines":
         from agentfactory.launching.launch_plan import Machines
@@ -248,16 +246,6 @@ class _Machine:
         wait_for_server(own, server, children, self._say)
         self._told(end, "serving", partial(children.check, server))
         children.stop(server)
-
-
-def _await_listener(place: tuple[str, int]) -> None:
-    """Wait until a program listens. TCPStore waits, too, but no signal ends that."""
-    limit = time.monotonic() + 1800
-    while time.monotonic() < limit:
-        with suppress(OSError):
-            return socket.create_connection(place, timeout=5).close()
-        time.sleep(_POLL_SECONDS)
-    raise SettingError("--machines", f"nothing listens at {place}", "start the first machine", source=COMMAND_LINE)
 
 
 def _name_interface(machines: Sequence[str]) -> None:

@@ -105,8 +105,7 @@ def check(
     option = "--checkpoint" if checkpoint is not None else "--model"
     if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
         problem = "given with server.url, whose server has its own weights"
-        fix = "set server.url=null to start a server, or evaluate that one with --url"
-        raise _refusal(option, problem, fix)
+        raise _refusal(option, problem, "set server.url=null to start a server, or evaluate that one with --url")
     if samples is not None and samples < 1:
         raise _refusal("--samples", f"got {samples}", "use at least 1")
 

@@ -98,7 +98,7 @@ class Machines:
     options: tuple[str, ...] = ("--main_process_port", "0", *PORTLESS_OPTIONS)
     """How this machine's launcher finds the others."""
     during: "Callable[[StagePlan], AbstractContextManager[object]] | None" = None
-    """Context of a stage's training, for a caller that starts the servers; None: they run, or the launcher starts one."""
+    """Context of a stage's training, whose servers the caller starts; None: they run, or the launcher starts one."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ def plan_run(
             planned.append(_new(stage, planned[-1] if planned else None))
     has_run = (recipe.output / "prepared").exists() and not overwrite
     prepare = None if recipe.prepare is None or has_run else Command(prepare_command(recipe), {})
-    on = machines or Machines()
-    return RunPlan(recipe, tuple(replace(stage, machines=on) for stage in planned), prepare).placed()
+    staged = [replace(stage, machines=machines or Machines()) for stage in planned]
+    return RunPlan(recipe, tuple(staged), prepare).placed()
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:

@@ -107,9 +107,8 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"], machine
             asked[index] = planned
     if asked:
         data = [json.loads(recipe.model_dump_json()) for recipe in asked.values()]
-        answers = _ask(
-            "agentfactory.placement", json.dumps({"purpose": purpose, "machines": machines, "recipes": data})
-        )
+        said = json.dumps({"purpose": purpose, "machines": machines, "recipes": data})
+        answers = _ask("agentfactory.placement", said)
         for index, answer in zip(asked, answers, strict=True):
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))

@@ -41,21 +41,25 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
 
 def wait_for_servers(recipe: Recipe) -> None:
     """Wait until something listens at each address of `server.url`. Raises SettingError after `startup_seconds`."""
-    begun, limit = time.monotonic(), recipe.server.startup_seconds
+    until = time.monotonic() + recipe.server.startup_seconds
     for url in recipe.server.urls:
         parts = urlsplit(url)
-        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        place = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         with doing(f"waiting for a server to listen at {url}"):
-            while True:
-                try:
-                    socket.create_connection(address, timeout=ANSWERS_WITHIN).close()
-                    break
-                except OSError as error:  # such as a name that is unknown until its machine has started
-                    if time.monotonic() - begun > limit:
-                        problem = f"nothing listened at {url} for {limit:.0f} s: {error.strerror or error}"
-                        fix = "see the server's log, or correct the address"
-                        raise SettingError("server.url", problem, fix) from error
-                time.sleep(POLL_SECONDS)
+            if why := wait_for_listener(place, until):
+                raise SettingError("server.url", f"nothing listens at {url}: {why}", "see its log, or correct it")
+
+
+def wait_for_listener(place: tuple[str, int], until: float) -> str:
+    """Wait for a program that listens. Return "", or the reason at the time `until`, on the monotonic clock."""
+    while True:
+        try:
+            socket.create_connection(place, timeout=ANSWERS_WITHIN).close()
+            return ""
+        except OSError as error:  # such as a name that is unknown until its machine has started
+            if time.monotonic() > until:
+                return error.strerror or str(error)
+        time.sleep(POLL_SECONDS)
 
 
 def check_servers_answer(recipe: Recipe) -> None:

@@ -1,8 +1,7 @@
 """`python -m agentfactory.placement`: plan the placement of recipes for the launcher, which does not import torch.
 
 It reads {"recipes": [...], "purpose": train or serve, "machines": N} from stdin, and writes a list of
-launching.placement.Placement's fields to stdout. To serve, the trainer counts only if it shares a GPU with
-the server."""
+launching.placement.Placement's fields to stdout. To serve, a trainer without the server's GPU does not count."""
 
 import contextlib
 import json

@@ -85,8 +85,7 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
     if (meant := _without_quotes(error["input"])) is not None:
         return name, f"got {got}, which is text", f"write it without quotes: {meant}"
     # pydantic adds how it tried to read the value
-    told = re.sub("^(Input|String) should", "it must", wanted)
-    return name, f"got {got}", told.partition(", unable to parse")[0]
+    return name, f"got {got}", re.sub("^(Input|String) should", "it must", wanted).partition(", unable to parse")[0]
 
 
 def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | None:

@@ -95,5 +95,4 @@ def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
         # unlike prepared files, it is not made again for another output
         prefixes = {f"{output}/{MERGED}": f"{HERE}/{MERGED}", **prefixes}
         prefixes.setdefault(str(whole), f"{HERE}/{os.path.relpath(whole, output)}")
-    body = replace_prefixes(data, prefixes)
-    return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(top | replace_prefixes(data, prefixes), sort_keys=False, allow_unicode=True, width=120)
